@@ -1,0 +1,216 @@
+"""Dispatch: one jit per structure of TrainState, and what went wrong when a call fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .contribution import batch_size
+from .paths import named_leaves
+from .state import Structure, TrainState, UsedStateError, kind
+
+
+class RecompilationWarning(UserWarning):
+    """A program was compiled more than once."""
+
+
+class RecompilationError(RuntimeError):
+    """A program was to be compiled more often than it may be."""
+
+
+class DonationWarning(UserWarning):
+    """A buffer that was to be donated was not, so that it exists twice."""
+
+
+class Compiled:
+    """A function of a TrainState's leaves and a batch, compiled once for each structure.
+
+    What is checked on every call costs less than a microsecond; the rest is looked at only when
+    something was compiled or went wrong.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        build: Callable[[Structure], Callable[[tuple[Any, ...], PyTree], Any]],
+        out_shardings: Callable[[Structure], Any],
+        donate: bool,
+        max_compilations: int | None = None,
+    ):
+        self.name = name
+        self._build = build
+        self._out_shardings = out_shardings
+        self._donate = donate
+        self._max_compilations = max_compilations
+        self._jitted: dict[Structure, Any] = {}
+        self._entries = 0
+        self._signatures: list[dict[str, str]] = []
+        self._placed: dict[str, Any] = {}
+
+    @property
+    def compilations(self) -> int:
+        """How often this was traced and compiled."""
+        return len(self._signatures)
+
+    def __call__(self, ts: TrainState, batch: PyTree) -> Any:
+        if not isinstance(ts, TrainState):
+            raise TypeError(
+                f"`{self.name}` takes a TrainState and a batch. Got {type(ts).__name__}. "
+                "Make the first TrainState by `train_step.init(make_model, key=...)`."
+            )
+        ts.require_unused()
+        jitted = self._jitted.get(ts.structure) or self.jitted(ts.structure)
+        try:
+            out = jitted(ts.leaves, batch)
+        except (ValueError, RuntimeError, TypeError) as error:
+            self._diagnose(error, ts, batch)
+            raise
+        if jitted._cache_size() != self._entries:
+            self._entries = jitted._cache_size()
+            self._note_placement(ts, batch)
+        return out
+
+    def jitted(self, structure: Structure) -> Any:
+        """The jit for a structure; one that is equal to a known structure shares its jit."""
+        if structure not in self._jitted:
+            for known, jitted in self._jitted.items():
+                if same_structure(known, structure):
+                    self._jitted[structure] = jitted
+                    return jitted
+            self._jitted[structure] = jax.jit(
+                self._traced(structure),
+                donate_argnums=(0,) if self._donate else (),
+                out_shardings=self._out_shardings(structure),
+            )
+        return self._jitted[structure]
+
+    def _traced(self, structure: Structure) -> Callable[[tuple[Any, ...], PyTree], Any]:
+        function = self._build(structure)
+
+        def traced(leaves: tuple[Any, ...], batch: PyTree) -> Any:
+            named = dict(zip(structure.names, leaves, strict=True))
+            named |= {f"batch.{name}": leaf for name, leaf in named_leaves(batch)}
+            signature = {name: _kind(leaf) for name, leaf in named.items()}
+            signature["the structure"] = str(hash(structure.treedef))
+            self._count(signature)
+            return function(leaves, batch)
+
+        return traced
+
+    def _count(self, signature: dict[str, str]) -> None:
+        """Counts a compilation, and refuses it if it is one too many: nothing was run by now."""
+        if self._signatures:
+            message = (
+                f"`{self.name}` should be compiled once. Got compilation "
+                f"{len(self._signatures) + 1}, since {_differences(self._signatures[-1], signature)}."
+                " Keep shapes and dtypes the same: pad the last batch, cast what differs."
+            )
+            limit = self._max_compilations
+            if limit is not None and len(self._signatures) >= limit:
+                raise RecompilationError(message)
+            warnings.warn(message, RecompilationWarning, stacklevel=2)
+        self._signatures.append(signature)
+
+    def _note_placement(self, ts: TrainState, batch: PyTree) -> None:
+        """Reports the compilation that no tracing shows: an argument that lies elsewhere."""
+        named = dict(zip(ts.structure.names, ts.leaves, strict=True))
+        named |= {f"batch.{name}": leaf for name, leaf in named_leaves(batch)}
+        placed = {name: _placement(leaf) for name, leaf in named.items()}
+        moved = [
+            f"`{name}`: {before} -> {placed[name]}"
+            for name, before in self._placed.items()
+            if before is not None and placed.get(name) is not None and before != placed[name]
+        ]
+        self._placed = placed
+        if moved:
+            warnings.warn(
+                f"`{self.name}` should be compiled once. It was compiled anew, since arguments lie "
+                f"elsewhere than before: {'; '.join(moved[:3])}. "
+                "Give every batch the same sharding: `et.data.prefetch(loader, sharding)`.",
+                RecompilationWarning,
+                stacklevel=3,
+            )
+
+    def _diagnose(self, error: Exception, ts: TrainState, batch: PyTree) -> None:
+        """Raises what `error` means in the terms of the caller, if that can be told."""
+        if isinstance(error, UsedStateError | RecompilationError):
+            return
+        for name, leaf in zip(ts.structure.names, ts.leaves, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise UsedStateError(
+                    "A TrainState must own its buffers. "
+                    f"Got one whose `{name}` was deleted: another call that donates took it. "
+                    "Use the TrainState which that call returned."
+                ) from error
+        for name, leaf in named_leaves(batch):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise UsedStateError(
+                    f"A batch must be alive. Got `batch.{name}`, which was deleted or donated. "
+                    "Take it from the loader again."
+                ) from error
+        if not isinstance(error, TypeError | ValueError):
+            return
+        if "incompatible devices" in str(error).lower():
+            places = "; ".join(
+                f"`{name}` on {_placement(leaf)}"
+                for name, leaf in [("the TrainState", ts.leaves[0]), *named_leaves(batch)]
+            )
+            raise ValueError(
+                "A batch must be on the devices of the mesh, or on the host. "
+                f"Got {places}. Pass numpy arrays, or place it by `et.data.prefetch`."
+            ) from error
+        if isinstance(error, TypeError):
+            batch_size(batch)  # which refuses, by name, what is no array
+
+
+def same_structure(a: Structure, b: Structure) -> bool:
+    return (
+        a.treedef == b.treedef
+        and a.static == b.static
+        and a.names == b.names
+        and a.avals == b.avals
+        and a.shardings == b.shardings
+    )
+
+
+def check_donated(name: str, before: TrainState, after: tuple[Any, ...]) -> None:
+    """Warns of each leaf that should have been donated and was not."""
+    kept = [
+        leaf_name
+        for leaf_name, old, new in zip(before.structure.names, before.leaves, after, strict=True)
+        if isinstance(old, jax.Array) and old is not new and not old.is_deleted()
+    ]
+    if kept:
+        warnings.warn(
+            f"Every buffer of a TrainState that `{name}` is given should be donated. "
+            f"Got {len(kept)} that were not: {', '.join(f'`{leaf}`' for leaf in kept[:5])}. "
+            "A numpy view of an array keeps it (take `np.array(x)`, a copy), and so does a sharding "
+            "other than the program's.",
+            DonationWarning,
+            stacklevel=3,
+        )
+
+
+def _kind(leaf: Any) -> str:
+    aval = jax.typeof(leaf)
+    return kind(aval) + (" (weak)" if getattr(aval, "weak_type", False) else "")
+
+
+def _placement(leaf: Any) -> Any:
+    """Where a committed array lies; None for what jit may put where it likes."""
+    return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+
+
+def _differences(before: dict[str, str], after: dict[str, str]) -> str:
+    changed = [
+        f"`{name}` changed from {before.get(name, 'nothing')} to {after.get(name, 'nothing')}"
+        for name in {**before, **after}
+        if before.get(name) != after.get(name) and name != "the structure"
+    ]
+    if not changed:
+        return "a value changed that is no array: a Python number or a function in the model"
+    return "; ".join(changed[:5]) + (f"; and {len(changed) - 5} more" if len(changed) > 5 else "")

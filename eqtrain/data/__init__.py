@@ -1,0 +1,6 @@
+"""Batches whose rows are a pure function of a seed and a position, and prefetch to devices."""
+
+from .loader import Batches as Batches
+from .loader import Loader as Loader
+from .prefetch import Prefetch as Prefetch
+from .prefetch import prefetch as prefetch

@@ -1,0 +1,219 @@
+"""Reads ahead in a thread, and has batches on the devices before they are asked for."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .loader import Loader
+
+
+class _Channel:
+    """What the reading thread and the consumer share. It holds no reference to the consumer."""
+
+    def __init__(self, depth: int) -> None:
+        self.changed = threading.Condition()
+        self.ready: deque[tuple[Any, int | None]] = deque()
+        self.room = depth
+        self.error: BaseException | None = None
+        self.closed = False  # nobody will ask for more
+        self.ended = False  # nothing more will come
+
+
+def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> None:
+    """The reading thread."""
+    try:
+        while True:
+            with channel.changed:
+                channel.changed.wait_for(lambda: channel.room > 0 or channel.closed)
+                if channel.closed:
+                    return
+                # Taken before reading, so that never more than `depth` batches are ahead.
+                channel.room -= 1
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            placed = _place(batch, sharding)
+            with channel.changed:
+                channel.ready.append((placed, getattr(batches, "position", None)))
+                channel.changed.notify_all()
+    except BaseException as error:  # raised in the consumer, at the batch that it belongs to
+        channel.error = error
+    finally:
+        try:
+            # A generator can be closed only by the thread that runs it.
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+        except BaseException as error:
+            channel.error = channel.error or error
+        with channel.changed:
+            channel.ended = True
+            channel.changed.notify_all()
+
+
+def _stop(channel: _Channel, thread: threading.Thread) -> None:
+    with channel.changed:
+        channel.closed = True
+        channel.ready.clear()
+        channel.changed.notify_all()
+    # The garbage collector may run this in the reading thread itself.
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+class Prefetch(Iterator[PyTree]):
+    """An iterator over batches on devices; see `prefetch`. A context manager, too."""
+
+    def __init__(self, batches: Iterable[PyTree], sharding: PyTree, depth: int) -> None:
+        self._batches = batches
+        self._sharding = sharding
+        self._depth = depth
+        self._channel: _Channel | None = None
+        self._close: weakref.finalize | None = None
+        self._closed = False
+        self._position: int | None = getattr(batches, "position", None)
+
+    @property
+    def position(self) -> int | None:
+        """The position behind the batch last handed out, whatever has been read ahead.
+
+        None if what is read has no position.
+        """
+        return self._position
+
+    def __next__(self) -> PyTree:
+        if self._closed:
+            raise StopIteration
+        channel = self._channel or self._start()
+        with channel.changed:
+            channel.changed.wait_for(lambda: channel.ready or channel.ended)
+            if channel.ready:
+                batch, position = channel.ready.popleft()
+                channel.room += 1
+                channel.changed.notify_all()
+                self._moved(position)
+                return batch
+        self.close()
+        if channel.error is not None:
+            raise channel.error
+        if isinstance(self._batches, Loader):
+            self._batches._finished = True
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the reading thread, and drops what it has read ahead. Waits for a read under way."""
+        self._closed = True
+        if self._close is not None:
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _moved(self, position: int | None) -> None:
+        self._position = position
+        if isinstance(self._batches, Loader):
+            self._batches._position = position
+
+    def _start(self) -> _Channel:
+        channel = _Channel(self._depth)
+        batches = self._batches
+        if isinstance(batches, Loader):
+            iterator: Iterator[PyTree] = batches.iterate(batches._begin())
+        else:
+            iterator = iter(batches)
+        # A daemon, since Python waits for all others before it calls finalizers at its exit.
+        thread = threading.Thread(
+            target=_read,
+            args=(channel, iterator, self._sharding),
+            name="eqtrain-prefetch",
+            daemon=True,
+        )
+        # Also called when this object is garbage, as after a `break`, and at the exit of Python.
+        self._close = weakref.finalize(self, _stop, channel, thread)
+        self._channel = channel
+        thread.start()
+        return channel
+
+
+def prefetch(batches: Iterable[PyTree], sharding: PyTree | None = None, depth: int = 2) -> Prefetch:
+    """Iterates over batches that a thread reads ahead and puts on devices.
+
+    An exception in the thread is raised here, in place of the batch that was being read. The thread
+    ends with the iteration, with `close`, at the end of a `with` block, or when a loop was left and
+    nothing refers to the iterator any more. It starts when the first batch is asked for.
+
+    **Arguments:**
+
+    - `batches`: a `Loader`, whose position then moves as batches are handed out, or any iterable of
+        pytrees of arrays.
+    - `sharding`: a `NamedSharding`, or a prefix tree of them, for arrays with one row an example; a
+        scalar is replicated, and entries of the spec beyond an array's dims are left out. With
+        None, arrays go to the default device.
+    - `depth`: how many batches may be ahead of the one last handed out.
+
+    Where the mesh spans several processes, each batch read here is this process's block of rows of
+    the global batch.
+
+    **Raises:** `ValueError` for a `depth` below 1.
+
+    ```python
+    >>> loader = et.data.Loader({"x": np.arange(6)}, batch_size=2, epochs=1)
+    >>> with et.data.prefetch(loader) as batches:
+    ...     first = next(batches)
+    >>> type(first["x"]).__name__, loader.position
+    ('ArrayImpl', 2)
+
+    ```
+    """
+    if depth < 1:
+        raise ValueError(
+            f"`depth` must be 1 or more. Got {depth}. To read without a thread, loop over the "
+            "batches themselves."
+        )
+    return Prefetch(batches, sharding, depth)
+
+
+def _place(batch: PyTree, sharding: PyTree) -> PyTree:
+    """Puts a batch on devices and waits, so that what goes wrong is found at this batch."""
+    shardings = jax.tree.broadcast(sharding, batch, is_leaf=lambda node: node is None)
+    placed = jax.tree_util.tree_map_with_path(
+        _place_leaf, batch, shardings, is_leaf=lambda node: node is None
+    )
+    return jax.block_until_ready(placed)
+
+
+def _place_leaf(path: tuple[Any, ...], leaf: Any, sharding: Any) -> Any:
+    if leaf is None:
+        return None
+    try:
+        # Copied, since device arrays on a CPU may otherwise share the memory of NumPy's, which a
+        # reader may fill with its next batch.
+        leaf = np.array(leaf) if not isinstance(leaf, jax.Array) else leaf
+        if isinstance(sharding, NamedSharding):
+            spec = PartitionSpec(*sharding.spec[: leaf.ndim])
+            sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+            if not sharding.is_fully_addressable:
+                return jax.make_array_from_process_local_data(sharding, leaf)
+        return jax.device_put(leaf, sharding)
+    except Exception as error:
+        error.add_note(f"while `batch{jax.tree_util.keystr(path)}` was put on devices")
+        raise

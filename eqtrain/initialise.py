@@ -1,0 +1,126 @@
+"""The first TrainState: made under jit, sharded at birth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from .paths import named_leaves
+from .sharding.placement import Layout
+from .state import Parts, Structure, TrainState, as_arrays, flatten, scalars_as_arrays, strong
+
+
+def init_state(
+    make: Callable[[Array], Any],
+    key: Array,
+    begin: Callable[[PyTree, PyTree, Array], Parts],
+    layout: Layout | None,
+    is_trainable: Callable[[PyTree], PyTree],
+) -> TrainState:
+    """Runs `make(key)` and what the chain adds, each array born on the devices where it belongs.
+
+    **Raises:** `TypeError` for a raw key; `ValueError` for tied leaves, by name.
+    """
+    if not (eqx.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(
+            "`init` takes a typed key. "
+            f"Got {getattr(key, 'dtype', type(key).__name__)}. Write `key=jax.random.key(0)`."
+        )
+    found: list[Any] = []
+
+    def build(key: Array) -> tuple[Array, ...]:
+        make_key, step_key = jax.random.split(key)
+        model, state = _model_and_state(make(make_key))
+        _refuse_ties(model, "model")
+        _refuse_ties(state, "state")
+        parts = begin(as_arrays(model), scalars_as_arrays(state), step_key)
+        treedef, static, names, leaves = flatten(parts)
+        found.append((treedef, static, names, _trainable_names(parts.model, is_trainable)))
+        # A copy each: what `make` closed over must outlive the step that donates its parameter.
+        return tuple(jnp.copy(strong(leaf)) for leaf in leaves)
+
+    # Traced once. The arrays that `make` closed over become arguments, not constants, of the program.
+    closed, shapes = jax.make_jaxpr(build, return_shape=True)(key)
+    treedef, static, names, trainable = found[-1]
+    shardings = _shardings(layout, names, shapes, trainable)
+
+    def run(consts: list[Any], key: Array) -> list[Array]:
+        return jax.core.eval_jaxpr(closed.jaxpr, consts, key)
+
+    if layout is not None:
+        key = jax.device_put(key, layout.sharding(P()))
+    leaves = jax.jit(run, out_shardings=None if layout is None else list(shardings))(
+        closed.consts, key
+    )
+    avals = tuple(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    )
+    return TrainState(tuple(leaves), Structure(treedef, static, names, avals), fresh=True)
+
+
+def _model_and_state(made: Any) -> tuple[PyTree, PyTree]:
+    if isinstance(made, tuple) and len(made) == 2 and not hasattr(made, "_fields"):
+        return made
+    return made, None
+
+
+def _refuse_ties(tree: PyTree, where: str) -> None:
+    seen: dict[int, str] = {}
+    for name, leaf in named_leaves(tree):
+        if not eqx.is_array(leaf):
+            continue
+        if id(leaf) in seen:
+            raise ValueError(
+                "An array may occur once: two copies would be trained apart. "
+                f"Got the same array at `{where}.{seen[id(leaf)]}` and `{where}.{name}`. "
+                "Keep it in one place and use it from there, or tie it by `eqx.nn.Shared`."
+            )
+        seen[id(leaf)] = name
+
+
+def _trainable_names(model: PyTree, is_trainable: Callable[[PyTree], PyTree]) -> set[str]:
+    return {name for name, _ in named_leaves(eqx.filter(model, is_trainable(model)))}
+
+
+def _shardings(
+    layout: Layout | None, names: tuple[str, ...], shapes: tuple[Any, ...], trainable: set[str]
+) -> tuple[Any, ...]:
+    """Where each leaf lies: the model's by placement, what follows a parameter with it."""
+    if layout is None:
+        return (None,) * len(names)
+    model = {
+        name.removeprefix("model."): shape
+        for name, shape in zip(names, shapes, strict=True)
+        if name == "model" or name.startswith("model.")
+    }
+    specs = layout.specs_by_name(model)
+    shardings = []
+    for name, shape in zip(names, shapes, strict=True):
+        spec = P()
+        if name == "model" or name.startswith("model."):
+            spec = specs[name.removeprefix("model.")]
+        elif name.startswith(("opt_state", "extra")):
+            owner = _owner(name, trainable)
+            if owner is not None and model[owner].shape == shape.shape:
+                spec = specs[owner]
+        shardings.append(layout.sharding(spec))
+    return tuple(shardings)
+
+
+def _owner(name: str, trainable: set[str]) -> str | None:
+    """The parameter that a leaf of the optimizer belongs to: the longest whose path ends its own."""
+    parts = name.split(".")
+    for start in range(1, len(parts)):
+        tail = ".".join(parts[start:])
+        if tail in trainable:
+            return tail
+    return None
+
+

@@ -1,0 +1,375 @@
+"""Metrics that add up: each knows how to merge with another, and which collective reduces it.
+
+A mean of means is wrong wherever counts differ, so nothing here is divided before it is read:
+`Mean` carries its total and its count through microbatches, devices, steps and evaluation batches,
+and divides once, in `value`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree, Shaped
+
+
+def _metric(cls: type) -> type:
+    """Makes `cls` a frozen dataclass and a pytree whose fields are all children."""
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    fields = [field.name for field in dataclasses.fields(cls)]
+    return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
+
+
+class AbstractMetric(abc.ABC):
+    """A commutative monoid: `merge` is its sum, over time, devices and batches alike."""
+
+    @property
+    @abc.abstractmethod
+    def value(self) -> Any:
+        """The number to report."""
+
+    @abc.abstractmethod
+    def merge(self, other: Self) -> Self:
+        """Joins what two parts of the data say."""
+
+    @abc.abstractmethod
+    def collapse(self) -> Self:
+        """Merges the parts stacked along the leading dim, one a microbatch or a step."""
+
+    @abc.abstractmethod
+    def neutral(self) -> Self:
+        """The metric that changes nothing when merged."""
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.value, dtype=dtype)
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+
+class _Added(AbstractMetric):
+    """A metric all of whose fields add up, so that one psum reduces it."""
+
+    def merge(self, other: Self) -> Self:
+        return jax.tree.map(lambda a, b: a + b, self, other)
+
+    def collapse(self) -> Self:
+        return jax.tree.map(lambda a: a.sum(0), self)
+
+    def neutral(self) -> Self:
+        return jax.tree.map(jnp.zeros_like, self)
+
+
+@_metric
+class Mean(_Added):
+    """A weighted mean, kept as its total and its count.
+
+    As a loss it may be scaled by a number and added to other means, each of which is divided by its
+    own global count: `et.mean(nll, where=mask) + 0.01 * et.mean(balance)`. To join two parts of the
+    same mean use `merge`.
+
+    ```python
+    >>> a, b = et.Mean(jnp.array(4.0), jnp.array(1.0)), et.Mean(jnp.array(0.0), jnp.array(3.0))
+    >>> float(a.merge(b)), float(a + b)
+    (1.0, 4.0)
+
+    ```
+    """
+
+    total: Shaped[Any, "..."]
+    count: Shaped[Any, "..."]
+
+    @property
+    def value(self) -> Any:
+        """`total / count`; the mean of nothing is NaN."""
+        total, count = self.total, self.count
+        if isinstance(total, jax.Array):
+            return jnp.where(count == 0, jnp.nan, total / jnp.where(count == 0, 1, count))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(count == 0, np.nan, np.divide(total, count))
+
+    def __add__(self, other: Any) -> Combination:
+        return Combination((self,)) + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Combination:
+        return self + -1.0 * other
+
+    def __rsub__(self, other: Any) -> Combination:
+        return -1.0 * self + other
+
+    def __neg__(self) -> Mean:
+        return -1.0 * self
+
+    def __mul__(self, factor: Any) -> Mean:
+        if isinstance(factor, AbstractMetric):
+            raise TypeError(
+                "A loss may be a linear combination of means, and a product of means is not linear."
+                f" Got a Mean times a {type(factor).__name__}."
+                " Multiply the values inside `et.mean`, or multiply by a number."
+            )
+        return Mean(self.total * jnp.asarray(factor, self.total.dtype), self.count)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Mean:
+        if isinstance(divisor, AbstractMetric):
+            return self * divisor  # which says why not
+        return self * (1.0 / divisor)
+
+
+@_metric
+class PerBatch(_Added):
+    """A scalar in a loss: the mean over the leading dim of whichever batch it was computed from."""
+
+    scalar: Shaped[Any, ""]
+
+    @property
+    def value(self) -> Any:
+        return self.scalar
+
+    def of(self, batch_size: int) -> Mean:
+        """The same as a Mean, now that the size of the batch is known."""
+        count = jnp.asarray(batch_size, jnp.float32)
+        return Mean(self.scalar.astype(jnp.float32) * count, count)
+
+
+@_metric
+class Combination(_Added):
+    """A sum of means with different denominators; each is divided by its own count."""
+
+    terms: tuple[Any, ...]
+
+    @property
+    def value(self) -> Any:
+        """The sum of the terms. A mean of nothing adds nothing here, as in the gradient."""
+        parts = [
+            jnp.where(term.count == 0, 0, term.value) if isinstance(term, Mean) else term.value
+            for term in self.terms
+        ]
+        return functools.reduce(lambda a, b: a + b, parts)
+
+    def __add__(self, other: Any) -> Combination:
+        if isinstance(other, Combination):
+            return Combination(self.terms + other.terms)
+        if isinstance(other, Mean):
+            return Combination((*self.terms, other))
+        if isinstance(other, AbstractMetric):
+            raise TypeError(
+                "A loss may be a linear combination of `et.mean(...)` terms and scalars. "
+                f"Got a {type(other).__name__} as a term. Return it among the metrics instead."
+            )
+        if jnp.shape(other) != ():
+            raise ValueError(
+                "A term added to a mean must be a scalar. "
+                f"Got an array of shape {jnp.shape(other)}. Wrap it: `et.mean(values)`."
+            )
+        return Combination((*self.terms, PerBatch(jnp.asarray(other, jnp.float32))))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Combination:
+        return self + -1.0 * other
+
+    def __rsub__(self, other: Any) -> Combination:
+        return -1.0 * self + other
+
+    def __neg__(self) -> Combination:
+        return -1.0 * self
+
+    def __mul__(self, factor: Any) -> Combination:
+        return Combination(
+            tuple(
+                PerBatch(term.scalar * factor) if isinstance(term, PerBatch) else term * factor
+                for term in self.terms
+            )
+        )
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Combination:
+        return self * (1.0 / divisor)
+
+
+@_metric
+class Sum(_Added):
+    """A total over the data, such as the number of tokens seen."""
+
+    total: Shaped[Any, "..."]
+
+    @property
+    def value(self) -> Any:
+        return self.total
+
+
+@_metric
+class Max(AbstractMetric):
+    """The largest value over the data; reduced by pmax."""
+
+    maximum: Shaped[Any, "..."]
+
+    @property
+    def value(self) -> Any:
+        return self.maximum
+
+    def merge(self, other: Max) -> Max:
+        return Max(jnp.maximum(self.maximum, other.maximum))
+
+    def collapse(self) -> Max:
+        return Max(self.maximum.max(0))
+
+    def neutral(self) -> Max:
+        return Max(jnp.full_like(self.maximum, _lowest(self.maximum.dtype)))
+
+
+@_metric
+class Min(AbstractMetric):
+    """The smallest value over the data; reduced by pmin."""
+
+    minimum: Shaped[Any, "..."]
+
+    @property
+    def value(self) -> Any:
+        return self.minimum
+
+    def merge(self, other: Min) -> Min:
+        return Min(jnp.minimum(self.minimum, other.minimum))
+
+    def collapse(self) -> Min:
+        return Min(self.minimum.min(0))
+
+    def neutral(self) -> Min:
+        return Min(jnp.full_like(self.minimum, _highest(self.minimum.dtype)))
+
+
+def _lowest(dtype: Any) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+
+
+def _highest(dtype: Any) -> Any:
+    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """The dtype that sums are kept in: float32, or the values' own where it is wider."""
+    wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
+    return jnp.dtype(dtype) if wide else jnp.dtype(jnp.float32)
+
+
+def mean(
+    values: Shaped[Array, "..."] | float, where: Shaped[Array, "..."] | None = None
+) -> Mean:
+    """Takes the mean of `values` over all dims, weighted by `where`.
+
+    **Arguments:**
+
+    - `values`: numbers or booleans of any shape; summed in float32 (float64 stays).
+    - `where`: a mask or weights whose shape is that of `values` or of its leading dims, so that a
+      weight `(batch,)` counts every token of its example. A value whose weight is 0 has no part in
+      the mean and gets a gradient of 0, also when it is NaN.
+
+    **Raises:** `ValueError` if the shape of `where` is not a prefix of that of `values`.
+
+    ```python
+    >>> x = jnp.array([[4.0, 9.0], [0.0, 0.0]])
+    >>> float(et.mean(x, where=jnp.array([[True, False], [True, True]])))
+    1.3333333730697632
+
+    ```
+    """
+    values = jnp.asarray(values)
+    dtype = accumulator_dtype(values.dtype)
+    values = values.astype(dtype)
+    if where is None:
+        return Mean(values.sum(), jnp.asarray(values.size, dtype))
+    where = jnp.asarray(where)
+    if where.shape != values.shape[: where.ndim]:
+        raise ValueError(
+            "The shape of `where` must be that of `values`, or of its leading dims. "
+            f"Got values of shape {values.shape} and where of shape {where.shape}. "
+            "Index or reshape `where` so that its dims line up with the first dims of `values`."
+        )
+    weight = where.astype(dtype).reshape(where.shape + (1,) * (values.ndim - where.ndim))
+    weight = jnp.broadcast_to(weight, values.shape)
+    # Selected before it is multiplied: 0 * NaN is NaN, and so is its gradient.
+    total = jnp.where(weight != 0, values, 0) * weight
+    return Mean(total.sum(), weight.sum())
+
+
+def is_metric(node: Any) -> bool:
+    return isinstance(node, AbstractMetric)
+
+
+def map_metrics(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Maps `fn` over the metrics of a tree."""
+    return jax.tree.map(fn, tree, *rest, is_leaf=is_metric)
+
+
+def fetch(metrics: PyTree) -> PyTree:
+    """Reads metrics off the devices in one transfer, each as a float or a numpy array.
+
+    This is the one place where the kit waits for a metric: call it once a logging interval.
+
+    ```python
+    >>> et.fetch({"accuracy": et.mean(jnp.array([True, False]))})
+    {'accuracy': 0.5}
+
+    ```
+    """
+    host = jax.device_get(metrics)
+
+    def number(metric: Any) -> Any:
+        value = np.asarray(metric.value if is_metric(metric) else metric)
+        return value.item() if value.ndim == 0 else value
+
+    return map_metrics(number, host)
+
+
+def merge(*metrics: PyTree) -> PyTree:
+    """Merges the metrics of several steps or evaluation batches, on the host and in float64.
+
+    The means come out weighted by their counts, so a short last batch counts for what it holds.
+    What a call of `repeat` stacked along a leading dim is merged only after `et.collapse`.
+
+    ```python
+    >>> parts = [et.Mean(jnp.array(a * n), jnp.array(n)) for a, n in [(0.5, 4.0), (1.0, 1.0)]]
+    >>> et.fetch(et.merge(*parts))
+    0.6
+
+    ```
+    """
+    if not metrics:
+        raise ValueError("`merge` needs the metrics of one step at least. Got none.")
+    wide = [
+        jax.tree.map(
+            lambda leaf: leaf.astype(np.float64) if leaf.dtype.kind == "f" else leaf,
+            jax.tree.map(np.asarray, part),
+        )
+        for part in jax.device_get(list(metrics))
+    ]
+    return functools.reduce(
+        lambda a, b: map_metrics(lambda x, y: _merge_on_host(x, y), a, b), wide
+    )
+
+
+def _merge_on_host(a: AbstractMetric, b: AbstractMetric) -> AbstractMetric:
+    if isinstance(a, Max):
+        return Max(np.maximum(a.maximum, b.maximum))
+    if isinstance(a, Min):
+        return Min(np.minimum(a.minimum, b.minimum))
+    return a.merge(b)
+
+
+def collapse(metrics: PyTree) -> PyTree:
+    """Merges metrics stacked along a leading dim, such as the steps of one call of `repeat`."""
+    return map_metrics(lambda metric: metric.collapse(), metrics)

@@ -1,0 +1,111 @@
+"""The Program level: a Step, compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from .compiled import Compiled, check_donated, same_structure
+from .inspect import Inspection, inspect_compiled
+from .levels import Level
+from .state import Structure, TrainState
+from .step import Step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Program(Level):
+    """`(TrainState, batch) -> (TrainState, metrics)`, compiled. Made by `et.jit` or `et.donate`."""
+
+    name: ClassVar[str] = "Program"
+    takers: ClassVar[str] = "none"
+    step: Step
+    donates: bool
+    compiled: Compiled
+    _calls: Any = dataclasses.field(default_factory=lambda: itertools.count(1))
+    _structures: list[Structure] = dataclasses.field(default_factory=list)
+    _pending: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+
+    def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
+        """Makes the first TrainState: `make(key)` gives the model, or `(model, state)`.
+
+        It runs under jit, each array born with its sharding, so that no device ever holds more than
+        its shard; the values do not depend on the mesh. Numpy arrays become JAX arrays. In the state
+        and the optimizer's state Python numbers do too; in the model they are settings and stay.
+
+        **Raises:** `ValueError` for tied leaves or a placement that does not fit, by name;
+        `TypeError` for a raw key.
+        """
+        ts = self.step.init(make, key=key)
+        for known in self._structures:
+            if same_structure(known, ts.structure):
+                return TrainState(ts.leaves, known, fresh=True)
+        self._structures.append(ts.structure)
+        return ts
+
+    def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
+        leaves, metrics, alarm = self.compiled(ts, batch)
+        call = next(self._calls)
+        if self.donates:
+            ts.used = f"call {call} of `{self.compiled.name}`"
+            if ts.fresh:
+                check_donated(self.compiled.name, ts, leaves)
+        new = TrainState(leaves, ts.structure)
+        if alarm is not None:
+            self._pending.append((call, alarm))
+            if len(self._pending) > 1:
+                self._look(new)
+        return new, metrics
+
+    def check(self, ts: TrainState | None = None) -> None:
+        """Looks at the flag of the last step, which no later call looked at.
+
+        Call it after the loop, and before what must not see a failed step.
+
+        **Raises:** `NonFiniteError` as a call would; its `state` is `ts`.
+        """
+        while self._pending:
+            self._look(ts)
+
+    def _look(self, ts: TrainState | None) -> None:
+        call, alarm = self._pending.pop(0)
+        for value in np.ravel(jax.device_get(alarm)):
+            error = self.step.judge(int(value)) if value else None
+            if error is not None:
+                self._pending.clear()
+                error.add_note(f"It was call {call} of `{self.compiled.name}`.")
+                error.state = ts  # type: ignore[attr-defined]
+                raise error
+
+    @property
+    def compilations(self) -> int:
+        """How often the step was compiled; once, if all is well."""
+        return self.compiled.compilations
+
+    @property
+    def batch_sharding(self) -> NamedSharding | PyTree | None:
+        """Where a batch belongs, for `et.data.prefetch`; None without a mesh."""
+        layout = self.step.layout
+        if layout is None:
+            return None
+        lead = () if self.step.num_steps is None else (None,)
+        return jax.tree.map(
+            lambda spec: layout.sharding(P(*lead, *spec)),
+            layout.batch,
+            is_leaf=lambda node: isinstance(node, P),
+        )
+
+    def lower(self, ts: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Lowers the step for these arguments, as `jax.jit(...).lower` does; nothing is run."""
+        return self.compiled.jitted(ts.structure).lower(ts.leaves, batch)
+
+    def inspect(self, ts: TrainState, batch: PyTree) -> Inspection:
+        """What the compiled step costs: collectives, FLOPs, bytes a device. Nothing is run."""
+        return inspect_compiled(self.lower(ts, batch).compile())

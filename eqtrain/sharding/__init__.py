@@ -1,0 +1,1 @@
+"""Meshes, placements and the collectives between devices."""

@@ -1,0 +1,286 @@
+"""Placements: which PartitionSpec each leaf of a model has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from ..paths import named_leaves, path_name
+
+# (path, leaf, mesh) -> spec
+Rule = Callable[[str, Any, Mesh], P]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A rule that gives each leaf its spec, and a check that it was meant for this tree."""
+
+    rule: Rule
+    check: Callable[[list[str]], None] = lambda names: None
+
+
+def replicate() -> Placement:
+    """Places a full copy of every leaf on every device."""
+    return Placement(lambda path, leaf, mesh: P())
+
+
+def fsdp(axis: str, *, min_size: int = 2**12) -> Placement:
+    """Splits each leaf over `axis`, along its largest dim that the axis's size divides.
+
+    **Arguments:**
+
+    - `axis`: a mesh axis. If the batch is split over it, a leaf is gathered before the loss and its
+      gradient scattered after it.
+    - `min_size`: a leaf of fewer elements is replicated; gathering it costs more than it saves.
+
+    **Raises:** `ValueError`, when a model is placed, for a leaf none of whose dims divides.
+
+    **Reference:** Rajbhandari et al. 2020 (ZeRO), https://arxiv.org/abs/1910.02054
+    """
+
+    def rule(path: str, leaf: Any, mesh: Mesh) -> P:
+        _require_axes(mesh, (axis,), f"fsdp({axis!r})")
+        size = mesh.shape[axis]
+        if math.prod(leaf.shape) < min_size or size == 1:
+            return P()
+        dims = [dim for dim in range(leaf.ndim) if leaf.shape[dim] % size == 0]
+        if not dims:
+            raise ValueError(
+                f"`fsdp` must find a dim that the {size} devices of axis `{axis}` divide. "
+                f"Got `{path}` of shape {leaf.shape}. "
+                f"Raise `min_size` above {math.prod(leaf.shape)} to replicate it, or place it by "
+                f"`et.rules({{{re.escape(path)!r}: P()}}, otherwise=et.fsdp({axis!r}))`."
+            )
+        dim = max(dims, key=lambda dim: leaf.shape[dim])
+        return P(*([None] * dim), axis)
+
+    return Placement(rule)
+
+
+def rules(patterns: Mapping[str, P | Placement], otherwise: P | Placement | None = None) -> Placement:
+    """Places each leaf by the first regular expression that `re.search` finds in its path.
+
+    **Arguments:**
+
+    - `patterns`: from a pattern to a spec, or to a placement such as `et.fsdp("data")`.
+    - `otherwise`: for leaves that no pattern matches; replicated unless given.
+
+    **Raises:** `ValueError`, when a model is placed, for a pattern that matches no leaf.
+
+    ```python
+    >>> placement = et.rules({r"embedding": P("model", None)}, otherwise=et.fsdp("data"))
+
+    ```
+    """
+
+    def rule(path: str, leaf: Any, mesh: Mesh) -> P:
+        for pattern, spec in patterns.items():
+            if re.search(pattern, path):
+                return as_rule(spec)(path, leaf, mesh)
+        return P() if otherwise is None else as_rule(otherwise)(path, leaf, mesh)
+
+    def check(names: list[str]) -> None:
+        for pattern in patterns:
+            if not any(re.search(pattern, name) for name in names):
+                raise ValueError(
+                    "Every pattern of `rules` must match a leaf. "
+                    f"Got {pattern!r}, which matches none of: {', '.join(names)}. "
+                    "Correct the pattern, or leave it out."
+                )
+
+    return Placement(rule, check)
+
+
+def as_rule(spec: P | Placement) -> Rule:
+    return spec.rule if isinstance(spec, Placement) else lambda path, leaf, mesh: spec
+
+
+def as_placement(given: Any) -> Placement:
+    """A placement as one: a Placement, one spec, a function `(path, leaf) -> P`, or a tree."""
+    if isinstance(given, Placement):
+        return given
+    if isinstance(given, P):
+        return Placement(as_rule(given))
+    if callable(given):
+        return Placement(lambda path, leaf, mesh: given(path, leaf))
+    specs = {
+        path_name(path): spec
+        for path, spec in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_spec)
+    }
+    if not specs or not all(isinstance(spec, P) for spec in specs.values()):
+        raise TypeError(
+            "`model` of `shard` must be a placement, a PartitionSpec, a function `(path, leaf) -> P`"
+            f" or a pytree of PartitionSpecs. Got {type(given).__name__}. "
+            "Write `et.replicate()` or `et.fsdp('data')`."
+        )
+
+    def rule(path: str, leaf: Any, mesh: Mesh) -> P:
+        if path not in specs:
+            raise ValueError(
+                "A tree of specs must have a spec for every array of the model. "
+                f"Got none for `{path}` of shape {leaf.shape}. Add it; `P()` replicates."
+            )
+        return specs[path]
+
+    return Placement(rule)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Where a chain runs: its mesh, how the model lies on it, and how batches are split."""
+
+    mesh: Mesh
+    placement: Placement
+    batch: PyTree
+    batch_axes: tuple[str, ...]
+    example_axes: tuple[str, ...]
+
+    def model_specs(self, model: PyTree) -> list[P]:
+        """The spec of each array leaf of `model`, in order.
+
+        **Raises:** `ValueError` for an axis that the mesh lacks, or a dim that does not divide.
+        """
+        return list(self.specs_by_name(dict(named_leaves(model))).values())
+
+    def specs_by_name(self, leaves: dict[str, Any]) -> dict[str, P]:
+        """The same for leaves by their paths in the model."""
+        self.placement.check(list(leaves))
+        specs = {}
+        for name, leaf in leaves.items():
+            spec = self.placement.rule(name, leaf, self.mesh)
+            check_spec(self.mesh, spec, leaf.shape, f"model.{name}")
+            specs[name] = trimmed(spec)
+        return specs
+
+    def batch_specs(self, batch: PyTree) -> list[P]:
+        """The spec of each array leaf of `batch`, in order; a scalar is replicated."""
+        try:
+            full = jax.tree.broadcast(self.batch, batch, is_leaf=_is_spec)
+        except ValueError as error:
+            raise ValueError(
+                "`batch` of `shard` must be a PartitionSpec, or a tree of them that is a prefix of "
+                f"the batch. Got {self.batch} for a batch with "
+                f"{', '.join(name for name, _ in named_leaves(batch))}. "
+                "Give every entry of the batch a spec."
+            ) from error
+        specs = []
+        for (name, leaf), spec in zip(
+            named_leaves(batch), jax.tree.leaves(full, is_leaf=_is_spec), strict=True
+        ):
+            if leaf.ndim == 0:
+                specs.append(P())
+                continue
+            # One spec serves leaves of several ranks: labels lack the dims of images.
+            spec = P(*spec[: leaf.ndim]) if isinstance(self.batch, P) else spec
+            check_spec(self.mesh, spec, leaf.shape, f"batch.{name}")
+            specs.append(spec)
+        return specs
+
+    def sharding(self, spec: P) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many parts the examples are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.example_axes)
+
+
+def make_layout(mesh: Mesh, batch: PyTree, model: Any) -> Layout:
+    """Checks the arguments of `shard` as far as they can be without a model.
+
+    **Raises:** `ValueError` for an unknown axis, and for batch specs that disagree on dim 0.
+    """
+    specs = jax.tree.leaves(batch, is_leaf=_is_spec)
+    if not specs or not all(isinstance(spec, P) for spec in specs):
+        raise TypeError(
+            "`batch` of `shard` must be a PartitionSpec or a tree of them. "
+            f"Got {batch!r}. Write `batch=P('data')` to split the examples over axis `data`."
+        )
+    axes: dict[str, None] = {}
+    leading = set()
+    for spec in specs:
+        names = spec_axes(spec)
+        _require_axes(mesh, names, f"batch={spec}")
+        axes.update(dict.fromkeys(names))
+        leading.add(entry_axes(spec[0]) if len(spec) else ())
+    if len(leading) != 1:
+        raise ValueError(
+            "All parts of a batch must split their examples, dim 0, over the same axes. "
+            f"Got {batch}. Give every spec the same first entry; scalars are replicated anyhow."
+        )
+    return Layout(mesh, as_placement(model), batch, tuple(axes), leading.pop())
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def spec_axes(spec: P) -> tuple[str, ...]:
+    """The mesh axes in a spec, in the order of the dims."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def trimmed(spec: P) -> P:
+    """The spec without trailing Nones: JAX compares shardings that say the same by the letter."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def check_spec(mesh: Mesh, spec: P, shape: tuple[int, ...], name: str) -> None:
+    """Refuses a spec that does not fit a leaf, by the leaf's name."""
+    if not isinstance(spec, P):
+        raise TypeError(
+            "A placement must give a PartitionSpec for every leaf. "
+            f"Got {spec!r} for `{name}`. Return `P()` for a leaf that is replicated."
+        )
+    axes = spec_axes(spec)
+    _require_axes(mesh, axes, f"{spec} for `{name}`")
+    if len(spec) > len(shape):
+        raise ValueError(
+            "A spec must not have more entries than the leaf has dims. "
+            f"Got {spec} for `{name}` of shape {shape}. Remove entries."
+        )
+    if len(set(axes)) < len(axes):
+        raise ValueError(
+            f"A mesh axis may split one dim of a leaf. Got {spec} for `{name}`. Remove one."
+        )
+    for dim, entry in enumerate(spec):
+        size = math.prod(mesh.shape[axis] for axis in entry_axes(entry))
+        if shape[dim] % size:
+            what = "rows" if name.startswith("batch.") and dim == 0 else f"dim {dim}"
+            raise ValueError(
+                f"The devices along an axis must divide the dim that it splits. Got `{name}` of "
+                f"shape {shape}, whose {what} ({shape[dim]}) {size} devices along "
+                f"{' x '.join(f'`{axis}`' for axis in entry_axes(entry))} do not divide. "
+                + (
+                    "Change the batch size, or pad the last batch with rows of weight 0."
+                    if name.startswith("batch.")
+                    else "Place it by another rule, or change the size."
+                )
+            )
+
+
+def _require_axes(mesh: Mesh, axes: tuple[str, ...], where: str) -> None:
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"A spec may name axes of the mesh alone, which has {dict(mesh.shape)}. "
+                f"Got `{axis}` in {where}. Correct the name, or make the mesh with it."
+            )

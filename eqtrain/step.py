@@ -1,0 +1,133 @@
+"""The Step level: one optimizer update as a pure function of the TrainState."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from .initialise import init_state
+from .levels import Level, order_error
+from .paths import named_leaves
+from .sharding.placement import Layout
+from .state import Parts, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a step says of itself.
+
+    `overflow` is whether loss scaling skipped it already. `alarm`, int32, is what the host looks at:
+    0 while all is well.
+    """
+
+    metrics: dict[str, PyTree]
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    overflow: Bool[Array, ""] | None = None
+    alarm: Any = None
+
+
+Advance = Callable[[Parts, PyTree], tuple[Parts, Outcome]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What a transform adds around a single update. Layers of lower rank lie further inside.
+
+    The rank and not the place in the chain decides, so that a guard holds back what an average adds,
+    whichever of the two was written first.
+    """
+
+    rank: int
+    begin: Callable[[Parts], Parts]
+    wrap: Callable[[Advance], Advance]
+    # Turns an alarm of a step on the host into the error to raise, or None.
+    judge: Callable[[int], Exception | None] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step(Level):
+    """`(TrainState, batch) -> (TrainState, metrics)`. Runs as it is; `jit` or `donate` compiles it."""
+
+    name: ClassVar[str] = "Step"
+    takers: ClassVar[str] = "ema, guard, repeat, jit, donate"
+    begin: Callable[[PyTree, PyTree, Array], Parts]
+    advance: Advance
+    layout: Layout | None
+    is_trainable: Callable[[PyTree], PyTree]
+    layers: tuple[Layer, ...] = ()
+    num_steps: int | None = None
+
+    def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
+        """Makes the first TrainState; see `Program.init`."""
+
+        def begin(model: PyTree, state: PyTree, key: Array) -> Parts:
+            parts = self.begin(model, state, key)
+            for layer in sorted(self.layers, key=lambda layer: layer.rank):
+                parts = layer.begin(parts)
+            return parts
+
+        return init_state(make, key, begin, self.layout, self.is_trainable)
+
+    def run(self, parts: Parts, batch: PyTree) -> tuple[Parts, dict[str, PyTree], Any]:
+        """Takes the step (or steps): the next parts, the metrics, and the alarm."""
+        advance = self.advance
+        for layer in sorted(self.layers, key=lambda layer: layer.rank):
+            advance = layer.wrap(advance)
+        if self.num_steps is None:
+            parts, outcome = advance(parts, batch)
+            return parts, outcome.metrics, outcome.alarm
+        return self._run_many(advance, parts, batch, self.num_steps)
+
+    def _run_many(
+        self, advance: Advance, parts: Parts, batch: PyTree, num_steps: int
+    ) -> tuple[Parts, dict[str, PyTree], Any]:
+        for name, leaf in named_leaves(batch):
+            if jnp.shape(leaf)[:1] != (num_steps,):
+                raise ValueError(
+                    f"`repeat({num_steps})` takes {num_steps} batches stacked along a new leading "
+                    f"dim. Got `batch.{name}` of shape {jnp.shape(leaf)}. "
+                    f"Stack them: `et.data.stack(loader, {num_steps})`."
+                )
+        arrays, static = eqx.partition(parts, eqx.is_array)
+
+        def body(arrays: PyTree, batch: PyTree) -> Any:
+            parts, outcome = advance(eqx.combine(arrays, static), batch)
+            return eqx.filter(parts, eqx.is_array), (outcome.metrics, outcome.alarm)
+
+        arrays, (metrics, alarm) = lax.scan(body, arrays, jax.tree.map(jnp.asarray, batch))
+        return eqx.combine(arrays, static), metrics, alarm
+
+    def judge(self, alarm: int) -> Exception | None:
+        """The error that an alarm stands for, if any."""
+        for layer in self.layers:
+            if layer.judge is not None:
+                return layer.judge(alarm)
+        return None
+
+    def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
+        parts, metrics, _ = self.run(ts.parts, batch)
+        return TrainState(ts.structure.pack(parts), ts.structure, fresh=True), metrics
+
+
+def keep(ok: Bool[Array, ""], new: Parts, old: Parts) -> Parts:
+    """`new` where `ok`, else `old` bit for bit; the count of steps goes on either way."""
+    chosen = jax.tree.map(
+        lambda a, b: jnp.where(ok, a, b) if eqx.is_array(a) and a is not b else a, new, old
+    )
+    return dataclasses.replace(chosen, step=new.step)
+
+
+def as_step(given: Any, source: str) -> Step:
+    """`given` as a Step, or the error that says where `source` belongs."""
+    if not isinstance(given, Step):
+        raise order_error(source, "a Step", given)
+    return given
+

@@ -1,0 +1,185 @@
+"""`accumulate`: the global batch in several microbatches, one after the other, with one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from ..contribution import (
+    Contribution,
+    Objective,
+    batch_size,
+    is_example_array,
+)
+from ..levels import Contribute, Link, as_contribute
+from ..metrics import accumulator_dtype, collapse
+from ..sharding.collectives import vary, varying
+
+
+def accumulate(num_microbatches: int) -> Callable[[Any], Contribute]:
+    """Cuts the batch into microbatches, runs them in a `lax.scan`, and adds their contributions.
+
+    Exact for every loss that is a mean over examples or tokens, whatever the counts in each
+    microbatch. Statistics that a model takes over its batch, such as BatchNorm's, are those of a
+    microbatch; its running statistics advance once a microbatch, in order.
+
+    Inside `shard` each device cuts its own rows and gradients are reduced once a step. Outside,
+    every microbatch is sharded and reduced by itself, and gradients are kept sharded in between.
+
+    **Arguments:**
+
+    - `num_microbatches`: must divide the rows of a batch (on each device, with `shard`).
+
+    **Returns:** a Contribute.
+
+    ```python
+    >>> def loss(model, state, batch, key):
+    ...     return et.mean((batch["x"] * model) ** 2), state, {}
+    >>> contribution = et.accumulate(2)(loss)(
+    ...     jnp.array(2.0), None, {"x": jnp.arange(4.0)}, et.example_keys(jax.random.key(0), 0, jnp.arange(4))
+    ... )
+    >>> float(contribution.loss.value), float(contribution.grads)
+    (14.0, 56.0)
+
+    ```
+    """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
+        raise TypeError(
+            "`accumulate` takes the number of microbatches. "
+            f"Got {type(num_microbatches).__name__}. Write `et.accumulate(4)`, above the loss."
+        )
+    if num_microbatches < 1:
+        raise ValueError(
+            f"The number of microbatches must be positive. Got {num_microbatches}. "
+            "1 runs the batch as a whole."
+        )
+    source = f"et.accumulate({num_microbatches})"
+
+    def transform(given: Any) -> Contribute:
+        inner = as_contribute(given, source)
+        shards = inner.layout.batch_shards if inner.layout else 1
+
+        def contribute(
+            model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
+        ) -> Contribution:
+            if num_microbatches == 1:
+                return inner.contribute(model, state, batch, key, objective)
+            parts, join = _cut(batch, key, num_microbatches, shards)
+            arrays, static = eqx.partition(state, eqx.is_array)
+            arrays = _settle(inner, model, arrays, static, join(_first(parts)))
+
+            def body(carry: tuple[PyTree, PyTree], part: PyTree) -> Any:
+                grads, arrays = carry
+                part_batch, part_key = join(part)
+                added = inner.contribute(
+                    model, eqx.combine(arrays, static), part_batch, part_key, objective
+                )
+                grads = jax.tree.map(jnp.add, grads, added.grads)
+                return (grads, _like(arrays, added.state)), (added.loss, added.metrics)
+
+            zeros = _zero_grads(model, objective)
+            (grads, arrays), (loss, metrics) = lax.scan(body, (zeros, arrays), parts)
+            return Contribution(
+                grads, collapse(loss), eqx.combine(arrays, static), collapse(metrics)
+            )
+
+        def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
+            if num_microbatches == 1:
+                return inner.count(model, state, batch, key)
+            parts, join = _cut(batch, key, num_microbatches, shards)
+            arrays, static = eqx.partition(state, eqx.is_array)
+            arrays = _settle(inner, model, arrays, static, join(_first(parts)))
+
+            def body(arrays: PyTree, part: PyTree) -> Any:
+                counts, new_state = inner.count(model, eqx.combine(arrays, static), *join(part))
+                return _like(arrays, new_state), counts
+
+            arrays, counts = lax.scan(body, arrays, parts)
+            return tuple(count.sum(0) for count in counts), eqx.combine(arrays, static)
+
+        return Contribute(
+            chain=(*inner.chain, Link(source, Contribute)),
+            wrapped=given,
+            contribute=contribute,
+            count=count,
+            compute_dtype=inner.compute_dtype,
+            loss_scaling=inner.loss_scaling,
+            layout=inner.layout,
+        )
+
+    return transform
+
+
+def _cut(
+    batch: PyTree, key: Any, parts: int, shards: int
+) -> tuple[tuple[PyTree, Array], Callable[[Any], tuple[PyTree, Array]]]:
+    """Stacks the microbatches, and gives the function that makes a batch of one of them.
+
+    Where the batch is split over devices, microbatch m is the union of each device's m-th part: a
+    contiguous cut would move rows between devices.
+    """
+    rows = batch_size(batch)
+    if rows % (parts * shards):
+        fitting = [n for n in range(1, rows // shards + 1) if rows % (n * shards) == 0]
+        where = f" split over {shards} devices" if shards > 1 else ""
+        raise ValueError(
+            "`num_microbatches` must divide the rows that each device has of a batch. "
+            f"Got num_microbatches={parts} and a batch of {rows} rows{where}. "
+            f"Use one of {fitting}, or another batch size."
+        )
+    arrays, whole = eqx.partition(jax.tree.map(jnp.asarray, batch), is_example_array)
+
+    def stack(x: Array) -> Array:
+        rest = x.shape[1:]
+        x = x.reshape(shards, parts, rows // (parts * shards), *rest)
+        return x.swapaxes(0, 1).reshape(parts, rows // parts, *rest)
+
+    def join(part: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+        return eqx.combine(part[0], whole), part[1]
+
+    return jax.tree.map(stack, (arrays, key)), join
+
+
+def _first(parts: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[0], parts)
+
+
+def _zero_grads(model: PyTree, objective: Objective) -> PyTree:
+    if objective.trainable is None:
+        return None
+    params = eqx.filter(model, objective.trainable)
+    # zeros_like varies over the mesh axes that the leaf varies over, as the scan's carry must.
+    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype)), params)
+
+
+def _settle(
+    inner: Contribute, model: PyTree, arrays: PyTree, static: PyTree, part: tuple[PyTree, Array]
+) -> PyTree:
+    """Marks the state as varying wherever a microbatch makes it so: a scan's carry has one type."""
+
+    def after(arrays: PyTree) -> PyTree:
+        _, state = inner.count(model, eqx.combine(arrays, static), *part)
+        return eqx.filter(state, eqx.is_array)
+
+    while any(varying(x) for x in jax.tree.leaves(part)) and jax.tree.leaves(arrays):
+        settled = _like(jax.eval_shape(after, arrays), arrays)
+        if _axes(settled) == _axes(arrays):
+            break
+        arrays = settled
+    return arrays
+
+
+def _axes(tree: PyTree) -> list[frozenset[str]]:
+    return [varying(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _like(like: PyTree, state: PyTree) -> PyTree:
+    """The arrays of `state`, each varying at least where that of `like` does."""
+    arrays = eqx.filter(state, eqx.is_array)
+    return jax.tree.map(lambda a, x: vary(x, varying(a)), like, arrays)

@@ -1,0 +1,90 @@
+"""`jit` and `donate`: compile a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import PyTree
+
+from ..compiled import Compiled
+from ..levels import Link
+from ..program import Program
+from ..state import Structure
+from ..step import as_step
+
+
+def jit(given: Any = None, *, max_compilations: int | None = None) -> Any:
+    """Compiles a Step. The TrainState it is given stays valid, so two are held in memory.
+
+    **Arguments:**
+
+    - `max_compilations`: a compilation beyond so many raises `RecompilationError`; a second one is
+      reported by a `RecompilationWarning` that names the argument that changed.
+
+    **Returns:** a Program. Used bare (`@et.jit`) or with arguments.
+
+    ```python
+    >>> def loss(model, state, batch, key):
+    ...     return et.mean((batch["x"] - model) ** 2), state, {}
+    >>> step = et.pipe(loss, et.update(optax.sgd(0.25)), et.jit)
+    >>> ts = step.init(lambda key: jnp.array(0.0), key=jax.random.key(0))
+    >>> later, metrics = step(ts, {"x": jnp.array([2.0])})
+    >>> float(ts.model), float(later.model)
+    (0.0, 1.0)
+
+    ```
+    """
+    return _compile(given, "et.jit", False, max_compilations)
+
+
+def donate(given: Any = None, *, max_compilations: int | None = None) -> Any:
+    """Compiles a Step that reuses the buffers of the TrainState it is given.
+
+    That TrainState is used up: whoever reads it gets a `UsedStateError`. Whether every buffer was
+    taken is checked after the first call, and after each TrainState that comes from elsewhere; a
+    `DonationWarning` names those that were not.
+
+    **Arguments:**
+
+    - `max_compilations`: as for `jit`.
+
+    **Returns:** a Program. Used bare (`@et.donate`) or with arguments.
+
+    ```python
+    >>> def loss(model, state, batch, key):
+    ...     return et.mean((batch["x"] - model) ** 2), state, {}
+    >>> step = et.pipe(loss, et.update(optax.sgd(0.25)), et.donate)
+    >>> ts = step.init(lambda key: jnp.array(0.0), key=jax.random.key(0))
+    >>> ts, metrics = step(ts, {"x": jnp.array([2.0])})
+    >>> float(ts.model)
+    1.0
+
+    ```
+    """
+    return _compile(given, "et.donate", True, max_compilations)
+
+
+def _compile(given: Any, source: str, donates: bool, max_compilations: int | None) -> Any:
+    def transform(given: Any) -> Program:
+        step = as_step(given, source)
+
+        def build(structure: Structure) -> Callable[[tuple[Any, ...], PyTree], Any]:
+            def run(leaves: tuple[Any, ...], batch: PyTree) -> Any:
+                parts, metrics, alarm = step.run(structure.unpack(leaves), batch)
+                return structure.pack(parts), metrics, alarm
+
+            return run
+
+        def out_shardings(structure: Structure) -> Any:
+            return None if step.layout is None else (structure.shardings, None, None)
+
+        return Program(
+            chain=(*step.chain, Link(source, Program)),
+            wrapped=given,
+            step=step,
+            donates=donates,
+            compiled=Compiled("train_step", build, out_shardings, donates, max_compilations),
+        )
+
+    return transform if given is None else transform(given)

@@ -1,0 +1,201 @@
+"""`update`: turns the sum of all contributions into the next parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, PyTree
+
+from ..contribution import batch_size
+from ..levels import Contribute, Link, LossScaling, as_contribute, inverse, is_trainable_array
+from ..metrics import Combination, Mean
+from ..paths import named_leaves
+from ..random import example_keys
+from ..state import Parts, scalars_as_arrays
+from ..step import Outcome, Step, keep
+from .precision import cast
+
+Choice = Callable[[PyTree], PyTree] | PyTree
+
+
+def update(
+    optimizer: optax.GradientTransformation, *, trainable: Choice | None = None
+) -> Callable[[Any], Step]:
+    """Divides the summed gradients by the global count, once, and hands them to an optimizer.
+
+    The optimizer sees the mean gradients of the global batch, in the global view: a norm is the norm
+    of the whole tree whatever the mesh. It is given the loss too, for those that take `value=`.
+
+    **Arguments:**
+
+    - `optimizer`: any of optax's, or a chain of them.
+    - `trainable`: which leaves are trained: a function from the model to a pytree of booleans, such
+      as `et.matching("head")`, or such a pytree. Every floating array unless given. The others get
+      no gradients and no moments, and have no share in the norm.
+
+    **Returns:** a Step, whose metrics are the loss's with `loss` and `grad_norm` beside them.
+
+    **Raises:** `ValueError` if nothing is trainable; `TypeError` for an optimizer that is none.
+
+    ```python
+    >>> def loss(model, state, batch, key):
+    ...     return et.mean((batch["x"] @ model - batch["y"]) ** 2), state, {}
+    >>> step = et.update(optax.adamw(1e-3, mask=et.matching("weight")))(loss)
+
+    ```
+    """
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            "`update` takes an optimizer of optax. "
+            f"Got {type(optimizer).__name__}. Write `et.update(optax.adamw(3e-4))`."
+        )
+    optimizer = optax.with_extra_args_support(optimizer)
+    source = "et.update(optimizer)"
+
+    def transform(given: Any) -> Step:
+        inner = as_contribute(given, source)
+
+        def begin(model: PyTree, state: PyTree, key: Array) -> Parts:
+            if inner.compute_dtype is not None:
+                model = cast(model, jnp.float32)
+            params = eqx.filter(model, _trainable_mask(model, trainable))
+            _warn_of_narrow(params)
+            extra = {}
+            if inner.loss_scaling is not None:
+                extra["loss_scale"] = _first_scale(inner.loss_scaling)
+            return Parts(
+                model=model,
+                state=state,
+                opt_state=scalars_as_arrays(optimizer.init(params)),
+                key=key,
+                step=jnp.zeros((), jnp.int32),
+                extra=extra,
+            )
+
+        def advance(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
+            return _advance(inner, optimizer, trainable, parts, batch)
+
+        return Step(
+            chain=(*inner.chain, Link(source, Step)),
+            wrapped=given,
+            begin=begin,
+            advance=advance,
+            layout=inner.layout,
+            is_trainable=lambda model: _trainable_mask(model, trainable),
+        )
+
+    return transform
+
+
+def _advance(
+    inner: Contribute, optimizer: Any, trainable: Choice | None, parts: Parts, batch: PyTree
+) -> tuple[Parts, Outcome]:
+    keys = example_keys(parts.key, parts.step, jnp.arange(batch_size(batch), dtype=jnp.int32))
+    mask = _trainable_mask(parts.model, trainable)
+    scale = parts.extra["loss_scale"]["scale"] if inner.loss_scaling else None
+    objective = inner.objective(parts.model, parts.state, batch, keys, mask, scale)
+    total = inner.contribute(parts.model, parts.state, batch, keys, objective)
+
+    # With weights the terms were divided before they were differentiated.
+    divisor = inverse(total.loss.terms[0].count) if objective.weights is None else None
+    grads = total.grads
+    if divisor is not None:
+        grads = jax.tree.map(lambda g: g * divisor.astype(g.dtype), grads)
+    if scale is not None:
+        grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+    norm = optax.global_norm(grads)
+
+    params = eqx.filter(parts.model, mask)
+    updates, opt_state = optimizer.update(
+        jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params),
+        parts.opt_state,
+        params,
+        value=total.loss.value,
+    )
+    params = jax.tree.map(lambda p, u: (p + u.astype(p.dtype)), params, updates)
+    new = Parts(
+        model=eqx.combine(params, parts.model),
+        state=total.state,
+        opt_state=opt_state,
+        key=parts.key,
+        step=parts.step + 1,
+        extra=parts.extra,
+    )
+    metrics = {
+        "loss": _as_mean(total.loss),
+        "grad_norm": Mean(norm, jnp.ones_like(norm)),
+        **total.metrics,
+    }
+    overflow = None
+    if inner.loss_scaling is not None and scale is not None:
+        finite = jnp.isfinite(norm)
+        # At a scale of 1 there is nothing left to reduce: the gradient itself is not finite.
+        overflow = ~finite & (scale > 1)
+        new = keep(finite, new, parts)
+        loss_scale = _next_scale(inner.loss_scaling, parts.extra["loss_scale"], finite)
+        new = dataclasses.replace(new, extra={**parts.extra, "loss_scale": loss_scale})
+        metrics["loss_scale"] = Mean(scale, jnp.ones_like(scale))
+    return new, Outcome(metrics, total.loss.value, norm, overflow)
+
+
+def _as_mean(loss: Combination) -> Mean | Combination:
+    return loss.terms[0] if len(loss.terms) == 1 else loss
+
+
+def _trainable_mask(model: PyTree, trainable: Choice | None) -> PyTree:
+    """Which leaves are trained, as a pytree of booleans like the model."""
+    floating = jax.tree.map(is_trainable_array, model)
+    if trainable is None:
+        mask = floating
+    else:
+        chosen = trainable(eqx.filter(model, floating)) if callable(trainable) else trainable
+        full = jax.tree.broadcast(chosen, eqx.filter(model, floating))
+        chosen_leaves = iter(jax.tree.leaves(full))
+        mask = jax.tree.map(lambda inexact: inexact and bool(next(chosen_leaves)), floating)
+    if not any(jax.tree.leaves(mask)):
+        raise ValueError(
+            "Something must be trainable. Got a model with no floating array that is: "
+            f"{', '.join(name for name, _ in named_leaves(eqx.filter(model, eqx.is_array)))}. "
+            "Change `trainable=`, or make the parameters floating arrays."
+        )
+    return mask
+
+
+def _warn_of_narrow(params: PyTree) -> None:
+    narrow = [name for name, leaf in named_leaves(params) if leaf.dtype.itemsize < 4]
+    if narrow:
+        warnings.warn(
+            "Parameters and moments in a dtype narrower than float32 lose small updates: bfloat16 "
+            f"keeps 8 bits. Got {', '.join(narrow[:5])}. Put `et.precision('bfloat16')` in the "
+            "chain: it computes in bfloat16 and keeps float32 parameters.",
+            stacklevel=2,
+        )
+
+
+def _first_scale(scaling: LossScaling) -> dict[str, Array]:
+    return {
+        "scale": jnp.asarray(scaling.initial, jnp.float32),
+        "good_steps": jnp.zeros((), jnp.int32),
+    }
+
+
+def _next_scale(
+    scaling: LossScaling, now: dict[str, Array], finite: Bool[Array, ""]
+) -> dict[str, Array]:
+    good_steps = jnp.where(finite, now["good_steps"] + 1, 0)
+    grow = good_steps >= scaling.period
+    grown = jnp.where(grow, now["scale"] * scaling.factor, now["scale"])
+    shrunk = jnp.maximum(now["scale"] / scaling.factor, 1.0)
+    # A scale beyond float32 would never come back.
+    grown = jnp.where(jnp.isfinite(grown), grown, now["scale"])
+    return {
+        "scale": jnp.where(finite, grown, shrunk),
+        "good_steps": jnp.where(grow, 0, good_steps),
+    }
