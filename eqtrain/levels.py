@@ -187,39 +187,58 @@ def once(given: Level, source: str) -> None:
             )
 
 
+# How far from the loss each level is; nothing takes the last ones.
+_RANK = {"Loss": 0, "Contribute": 1, "Step": 2, "Program": 3, "Evaluation": 3}
+
+
 def order_error(source: str, takes: str, given: Any) -> OrderError:
-    """The error for `source` applied to the wrong level, with the line to write instead."""
+    """The error for `source` applied to the wrong level, with the line to write instead.
+
+    `takes` names the level, or two joined by "or", with its article.
+    """
     if not isinstance(given, Level):
         return OrderError(
             f"`{source}` takes {takes}. Got {type(given).__name__}, which is no function. "
             f"Write `et.pipe(loss, ..., {source})`, or `@{source}` above the function."
         )
-    rule = f"`{source}` takes {takes}. Got a {given.name}, made by {written(given.chain)}."
-    accepted = takes.replace("a ", "").split(" or ")
-    inner = {"Loss": 0, "Contribute": 1, "Step": 2, "Program": 3, "Evaluation": 3}
-    if inner[given.name] < min(inner[name] for name in accepted):
+    article = "an" if given.name[0] in "AEIOU" else "a"
+    rule = f"`{source}` takes {takes}. Got {article} {given.name}, made by {written(given.chain)}."
+    accepted = [_RANK[name] for name in takes.removeprefix("a ").split(" or ")]
+    links = [link.source for link in given.chain]
+    if _RANK[given.name] < min(accepted):
+        right = [*links, "et.update(optimizer)", source]
         return OrderError(
-            f"{rule} `et.update(optimizer)` makes a Step of it: write "
-            f"`{written((*given.chain, Link('et.update(optimizer)', given.__class__)))[1:-2]}, "
-            f"{source})`, or as decorators `@{source}` above `@et.update(optimizer)`."
+            f"{rule} `et.update(optimizer)` makes a Step of it. Write {_pipeline(right)}, "
+            f"or as decorators `@{source}` above `@et.update(optimizer)`."
         )
     # The first link that left the levels which this transform takes is the line to move before.
     index, link = next(
         (index, link)
         for index, link in enumerate(given.chain)
-        if inner[link.gives.name] > max(inner[name] for name in accepted)
+        if _RANK[link.gives.name] > max(accepted)
     )
-    right = [entry.source for entry in given.chain]
-    right.insert(index, source)
+    if link.source == "et.evaluate" or {link.source, source} <= {"et.jit", "et.donate"}:
+        kept = [*links[:index], source]
+        return OrderError(
+            f"{rule} A chain ends with one of the two. Remove `{link.source}`: {_pipeline(kept)}."
+            if _RANK["Step"] in accepted and link.source != "et.evaluate"
+            else f"{rule} What measures and what trains are two chains. Start from the loss again, "
+            f"without `{link.source}`."
+        )
+    right = [*links[:index], source, *links[index:]]
     return OrderError(
-        f"{rule} Move it before `{link.source}`: `et.pipe(loss, {', '.join(right)})`, "
+        f"{rule} Move it before `{link.source}`: {_pipeline(right)}, "
         f"or as decorators `@{source}` below `@{link.source}`."
     )
 
 
 def written(chain: tuple[Link, ...]) -> str:
     """A chain as the pipeline that makes it."""
-    return f"`et.pipe({', '.join(['loss', *(link.source for link in chain)])})`"
+    return _pipeline([link.source for link in chain])
+
+
+def _pipeline(sources: list[str]) -> str:
+    return f"`et.pipe({', '.join(['loss', *sources])})`"
 
 
 def pipe(loss: Callable[..., Any], *transforms: Callable[[Any], Any]) -> Any:

@@ -69,7 +69,8 @@ def fold(key: Shaped[Array, "..."], data: int | Int[Any, ""]) -> Shaped[Array, "
 
     ```python
     >>> keys = jax.random.split(jax.random.key(0), 4)
-    >>> et.random.fold(keys, 7).shape, bool(et.random.fold(keys, 7)[2] == jax.random.fold_in(keys[2], 7))
+    >>> folded = et.random.fold(keys, 7)
+    >>> folded.shape, bool(folded[2] == jax.random.fold_in(keys[2], 7))
     ((4,), True)
 
     ```
@@ -78,7 +79,8 @@ def fold(key: Shaped[Array, "..."], data: int | Int[Any, ""]) -> Shaped[Array, "
     if jnp.shape(data) != ():
         raise ValueError(
             "`fold` folds one number into all keys. "
-            f"Got data of shape {jnp.shape(data)}. For one number a key use `jax.vmap(et.random.fold)`."
+            f"Got data of shape {jnp.shape(data)}. "
+            "For one number a key use `jax.vmap(et.random.fold)`."
         )
     _check_integer(data)
     folded = jax.vmap(lambda k: jax.random.fold_in(k, data))(_stable(key).reshape(-1))

@@ -4,3 +4,4 @@ from .loader import Batches as Batches
 from .loader import Loader as Loader
 from .prefetch import Prefetch as Prefetch
 from .prefetch import prefetch as prefetch
+from .source import RowSource as RowSource

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .loader import Loader
+from .loader import Batches, Loader
 
 
 class _Channel:
@@ -31,6 +31,9 @@ class _Channel:
 
 def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> None:
     """The reading thread."""
+    # Device arrays on a CPU may share the memory of NumPy's. What a loader reads is left alone, but
+    # another iterator may fill the same arrays with its next batch.
+    fresh = isinstance(batches, Batches)
     try:
         while True:
             with channel.changed:
@@ -43,10 +46,15 @@ def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> Non
                 batch = next(batches)
             except StopIteration:
                 return
-            placed = _place(batch, sharding)
+            # Waited for, so that what goes wrong is found at this batch.
+            placed = jax.block_until_ready(_place(batch, sharding, fresh))
             with channel.changed:
+                if channel.closed:
+                    return
                 channel.ready.append((placed, getattr(batches, "position", None)))
                 channel.changed.notify_all()
+            # Else this thread would hold on to a batch that the consumer has done with.
+            del batch, placed
     except BaseException as error:  # raised in the consumer, at the batch that it belongs to
         channel.error = error
     finally:
@@ -102,13 +110,19 @@ class Prefetch(Iterator[PyTree]):
                 batch, position = channel.ready.popleft()
                 channel.room += 1
                 channel.changed.notify_all()
-                self._moved(position)
+                self._position = position
+                if isinstance(self._batches, Loader):
+                    self._batches.handed_out(position)
                 return batch
         self.close()
         if channel.error is not None:
-            raise channel.error
+            error, channel.error = channel.error, None
+            try:
+                raise error
+            finally:
+                del error  # whose traceback holds this frame
         if isinstance(self._batches, Loader):
-            self._batches._finished = True
+            self._batches.finish()
         raise StopIteration
 
     def close(self) -> None:
@@ -128,18 +142,10 @@ class Prefetch(Iterator[PyTree]):
     ) -> None:
         self.close()
 
-    def _moved(self, position: int | None) -> None:
-        self._position = position
-        if isinstance(self._batches, Loader):
-            self._batches._position = position
-
     def _start(self) -> _Channel:
         channel = _Channel(self._depth)
         batches = self._batches
-        if isinstance(batches, Loader):
-            iterator: Iterator[PyTree] = batches.iterate(batches._begin())
-        else:
-            iterator = iter(batches)
+        iterator = batches.begin() if isinstance(batches, Loader) else iter(batches)
         # A daemon, since Python waits for all others before it calls finalizers at its exit.
         thread = threading.Thread(
             target=_read,
@@ -149,7 +155,7 @@ class Prefetch(Iterator[PyTree]):
         )
         # Also called when this object is garbage, as after a `break`, and at the exit of Python.
         self._close = weakref.finalize(self, _stop, channel, thread)
-        self._channel = channel
+        self._channel, self._position = channel, getattr(iterator, "position", None)
         thread.start()
         return channel
 
@@ -192,22 +198,18 @@ def prefetch(batches: Iterable[PyTree], sharding: PyTree | None = None, depth: i
     return Prefetch(batches, sharding, depth)
 
 
-def _place(batch: PyTree, sharding: PyTree) -> PyTree:
-    """Puts a batch on devices and waits, so that what goes wrong is found at this batch."""
+def _place(batch: PyTree, sharding: PyTree, fresh: bool) -> PyTree:
+    """Puts a batch on devices."""
     shardings = jax.tree.broadcast(sharding, batch, is_leaf=lambda node: node is None)
-    placed = jax.tree_util.tree_map_with_path(
-        _place_leaf, batch, shardings, is_leaf=lambda node: node is None
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, sharding: _place_leaf(path, leaf, sharding, fresh), batch, shardings
     )
-    return jax.block_until_ready(placed)
 
 
-def _place_leaf(path: tuple[Any, ...], leaf: Any, sharding: Any) -> Any:
-    if leaf is None:
-        return None
+def _place_leaf(path: tuple[Any, ...], leaf: Any, sharding: Any, fresh: bool) -> Any:
     try:
-        # Copied, since device arrays on a CPU may otherwise share the memory of NumPy's, which a
-        # reader may fill with its next batch.
-        leaf = np.array(leaf) if not isinstance(leaf, jax.Array) else leaf
+        if not isinstance(leaf, jax.Array):
+            leaf = np.array(leaf, copy=None if fresh else True)
         if isinstance(sharding, NamedSharding):
             spec = PartitionSpec(*sharding.spec[: leaf.ndim])
             sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

@@ -73,7 +73,7 @@ def update(
             return Parts(
                 model=model,
                 state=state,
-                opt_state=scalars_as_arrays(optimizer.init(params)),
+                opt_state=scalars_as_arrays(_as_optax_promotes(optimizer.init)(params)),
                 key=key,
                 step=jnp.zeros((), jnp.int32),
                 extra=extra,
@@ -113,7 +113,7 @@ def _advance(
     norm = optax.global_norm(grads)
 
     params = eqx.filter(parts.model, mask)
-    updates, opt_state = optimizer.update(
+    updates, opt_state = _as_optax_promotes(optimizer.update)(
         jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params),
         parts.opt_state,
         params,
@@ -166,6 +166,16 @@ def _trainable_mask(model: PyTree, trainable: Choice | None) -> PyTree:
             "Change `trainable=`, or make the parameters floating arrays."
         )
     return mask
+
+
+def _as_optax_promotes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets optax mix its integer counts with floats, also where the user is strict elsewhere."""
+
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return promoted
 
 
 def _warn_of_narrow(params: PyTree) -> None:

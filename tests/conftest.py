@@ -1,0 +1,65 @@
+"""Makes every test strict: eight CPU devices, no silent promotion, annotations checked at run time.
+
+The environment has to be set before JAX is imported, and the import hook before `eqtrain` and
+`models` are, so the order of the lines below matters.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Two test processes share what may be two cores: one thread a device is already more than enough.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+_XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
+
+import jax  # noqa: E402
+import optax  # noqa: E402
+import pytest  # noqa: E402
+from jaxtyping import PRNGKeyArray, install_import_hook  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _loosely(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets `function` promote dtypes as JAX does unless told otherwise."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _new_optimizer(cls: type, init: Callable[..., Any], update: Callable[..., Any]) -> Any:
+    return tuple.__new__(cls, (_loosely(init), _loosely(update)))
+
+
+# optax 0.2.8 itself raises `float ** int32` in the bias correction of Adam and in cosine schedules,
+# which strict promotion refuses. Only what runs inside an optimizer is exempt; our code is not.
+optax.GradientTransformation.__new__ = _new_optimizer  # pyright: ignore[reportAttributeAccessIssue]
+
+# There is no persistent compilation cache on purpose: a program that comes from it has other
+# metadata in its text than one compiled here, and tests read names and collectives from that text.
+
+install_import_hook(["eqtrain", "models"], "beartype.beartype")
+
+
+class _GetKey:
+    """Returns a new key a call, the same ones in the same order in every run of a test."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self) -> PRNGKeyArray:
+        self._count += 1
+        return jax.random.fold_in(jax.random.key(0), self._count)
+
+
+@pytest.fixture
+def getkey() -> _GetKey:
+    return _GetKey()
