@@ -106,8 +106,8 @@ class Compiled:
         if self._signatures:
             message = (
                 f"`{self.name}` should be compiled once. Got compilation "
-                f"{len(self._signatures) + 1}, since {_differences(self._signatures[-1], signature)}."
-                " Keep shapes and dtypes the same: pad the last batch, cast what differs."
+                f"{self.compilations + 1}, since {_differences(self._signatures[-1], signature)}. "
+                "Keep shapes and dtypes the same: pad the last batch, cast what differs."
             )
             limit = self._max_compilations
             if limit is not None and len(self._signatures) >= limit:
@@ -188,8 +188,8 @@ def check_donated(name: str, before: TrainState, after: tuple[Any, ...]) -> None
         warnings.warn(
             f"Every buffer of a TrainState that `{name}` is given should be donated. "
             f"Got {len(kept)} that were not: {', '.join(f'`{leaf}`' for leaf in kept[:5])}. "
-            "A numpy view of an array keeps it (take `np.array(x)`, a copy), and so does a sharding "
-            "other than the program's.",
+            "A numpy view of an array keeps it (take `np.array(x)`, a copy), and so does a "
+            "sharding other than the program's.",
             DonationWarning,
             stacklevel=3,
         )

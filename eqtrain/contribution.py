@@ -137,7 +137,11 @@ def _wide(term: Mean) -> Mean:
 
 
 def run_loss(
-    loss_fn: Callable[..., Any], model: PyTree, state: PyTree, batch: PyTree, key: Shaped[Any, "..."]
+    loss_fn: Callable[..., Any],
+    model: PyTree,
+    state: PyTree,
+    batch: PyTree,
+    key: Shaped[Any, "..."],
 ) -> tuple[Combination, PyTree, dict[str, PyTree]]:
     """Calls a loss and checks what it returns.
 
@@ -219,9 +223,7 @@ def differentiate(
     params, frozen = eqx.partition(model, objective.trainable)
 
     def total(params: PyTree) -> tuple[Array, tuple[Combination, PyTree, PyTree]]:
-        loss, new_state, metrics = run_loss(
-            loss_fn, eqx.combine(params, frozen), state, batch, key
-        )
+        loss, new_state, metrics = run_loss(loss_fn, eqx.combine(params, frozen), state, batch, key)
         totals = [term.total for term in loss.terms]
         if objective.weights is not None:
             totals = [
@@ -251,5 +253,3 @@ def count_terms(
     """
     loss, state, _ = run_loss(loss_fn, model, state, batch, key)
     return tuple(term.count for term in loss.terms), state
-
-

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -45,7 +46,7 @@ def init_state(
         # A copy each: what `make` closed over must outlive the step that donates its parameter.
         return tuple(jnp.copy(strong(leaf)) for leaf in leaves)
 
-    # Traced once. The arrays that `make` closed over become arguments, not constants, of the program.
+    # Traced once. Arrays that `make` closed over become arguments of the program, not constants.
     closed, shapes = jax.make_jaxpr(build, return_shape=True)(key)
     treedef, static, names, trainable = found[-1]
     shardings = _shardings(layout, names, shapes, trainable)
@@ -115,12 +116,10 @@ def _shardings(
 
 
 def _owner(name: str, trainable: set[str]) -> str | None:
-    """The parameter that a leaf of the optimizer belongs to: the longest whose path ends its own."""
+    """The parameter that an optimizer's leaf belongs to: the longest whose path ends its own."""
     parts = name.split(".")
     for start in range(1, len(parts)):
         tail = ".".join(parts[start:])
         if tail in trainable:
             return tail
     return None
-
-

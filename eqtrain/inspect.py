@@ -20,8 +20,8 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, 
 class Collective:
     """One collective of a compiled program.
 
-    **Fields:** `kind`, as XLA calls it; `shapes` of what each device gets, as `f32[8,3]`; `bytes` of
-    those; `times` it runs in one call of the program, its loops counted in.
+    **Fields:** `kind`, as XLA calls it; `shapes` of what each device gets, as `f32[8,3]`; `bytes`
+    of those; `times` it runs in one call of the program, its loops counted in.
     """
 
     kind: str

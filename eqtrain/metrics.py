@@ -35,7 +35,7 @@ class AbstractMetric(abc.ABC):
         """The number to report."""
 
     @abc.abstractmethod
-    def merge(self, other: Self) -> Self:
+    def merge(self, other: Any) -> Self:
         """Joins what two parts of the data say."""
 
     @abc.abstractmethod
@@ -59,7 +59,7 @@ class AbstractMetric(abc.ABC):
 class _Added(AbstractMetric):
     """A metric all of whose fields add up, so that one psum reduces it."""
 
-    def merge(self, other: Self) -> Self:
+    def merge(self, other: Any) -> Self:
         return jax.tree.map(lambda a, b: a + b, self, other)
 
     def collapse(self) -> Self:
@@ -222,8 +222,8 @@ class Max(AbstractMetric):
     def value(self) -> Any:
         return self.maximum
 
-    def merge(self, other: Max) -> Max:
-        return Max(jnp.maximum(self.maximum, other.maximum))
+    def merge(self, other: Any) -> Max:
+        return Max(_numpy_of(self.maximum).maximum(self.maximum, other.maximum))
 
     def collapse(self) -> Max:
         return Max(self.maximum.max(0))
@@ -242,14 +242,19 @@ class Min(AbstractMetric):
     def value(self) -> Any:
         return self.minimum
 
-    def merge(self, other: Min) -> Min:
-        return Min(jnp.minimum(self.minimum, other.minimum))
+    def merge(self, other: Any) -> Min:
+        return Min(_numpy_of(self.minimum).minimum(self.minimum, other.minimum))
 
     def collapse(self) -> Min:
         return Min(self.minimum.min(0))
 
     def neutral(self) -> Min:
         return Min(jnp.full_like(self.minimum, _highest(self.minimum.dtype)))
+
+
+def _numpy_of(x: Any) -> Any:
+    """numpy for what is on the host, where float64 is kept, jax.numpy for the rest."""
+    return np if isinstance(x, np.ndarray | np.generic) else jnp
 
 
 def _lowest(dtype: Any) -> Any:
@@ -266,9 +271,7 @@ def accumulator_dtype(dtype: Any) -> Any:
     return jnp.dtype(dtype) if wide else jnp.dtype(jnp.float32)
 
 
-def mean(
-    values: Shaped[Array, "..."] | float, where: Shaped[Array, "..."] | None = None
-) -> Mean:
+def mean(values: Shaped[Array, "..."] | float, where: Shaped[Array, "..."] | None = None) -> Mean:
     """Takes the mean of `values` over all dims, weighted by `where`.
 
     **Arguments:**
@@ -357,17 +360,7 @@ def merge(*metrics: PyTree) -> PyTree:
         )
         for part in jax.device_get(list(metrics))
     ]
-    return functools.reduce(
-        lambda a, b: map_metrics(lambda x, y: _merge_on_host(x, y), a, b), wide
-    )
-
-
-def _merge_on_host(a: AbstractMetric, b: AbstractMetric) -> AbstractMetric:
-    if isinstance(a, Max):
-        return Max(np.maximum(a.maximum, b.maximum))
-    if isinstance(a, Min):
-        return Min(np.minimum(a.minimum, b.minimum))
-    return a.merge(b)
+    return functools.reduce(lambda a, b: map_metrics(lambda x, y: x.merge(y), a, b), wide)
 
 
 def collapse(metrics: PyTree) -> PyTree:

@@ -36,9 +36,9 @@ class Program(Level):
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
         """Makes the first TrainState: `make(key)` gives the model, or `(model, state)`.
 
-        It runs under jit, each array born with its sharding, so that no device ever holds more than
-        its shard; the values do not depend on the mesh. Numpy arrays become JAX arrays. In the state
-        and the optimizer's state Python numbers do too; in the model they are settings and stay.
+        It runs under jit, each array born with its sharding, so that no device ever holds more
+        than its shard; the values do not depend on the mesh. Numpy arrays become JAX arrays. In the
+        state and the optimizer's state Python numbers do too; in the model they are settings.
 
         **Raises:** `ValueError` for tied leaves or a placement that does not fit, by name;
         `TypeError` for a raw key.

@@ -148,7 +148,7 @@ def fold_axis(key: Shaped[Array, "..."], *axis_names: str) -> Shaped[Array, "...
 
 
 def dropout(
-    x: Float[Array, "..."], rate: float, *, key: Shaped[Array, "..."] | None
+    x: Float[Array, "..."], rate: float | int, *, key: Shaped[Array, "..."] | None
 ) -> Float[Array, "..."]:
     """Sets elements of `x` to 0 with probability `rate`, and scales the others by `1 / (1 - rate)`.
 
@@ -213,7 +213,7 @@ def dropout(
     return jax.checkpoint(apply, prevent_cse=False)(x, jax.random.key_data(key))
 
 
-def _threshold(rate: float) -> int:
+def _threshold(rate: float | int) -> int:
     """Hashes below this number are dropped: `rate * 2**32`, rounded once."""
     if not isinstance(rate, float | int):  # nor is a traced number
         raise TypeError(

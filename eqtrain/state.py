@@ -1,8 +1,8 @@
 """The TrainState: all that training carries from step to step, packed for dispatch.
 
-Flattening a model of hundreds of leaves on every call costs more than a small step. So a TrainState
-holds its arrays as one flat tuple, and all that is not an array in one Structure that is compared by
-identity; the trees are put together when they are asked for.
+Flattening a model of hundreds of leaves on every call costs more than a small step. So a
+TrainState holds its arrays as one flat tuple, and all that is not an array in one Structure that is
+compared by identity; the trees are put together when they are asked for.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class TrainState:
             raise UsedStateError(
                 "A donated TrainState cannot be used again: its buffers became the next one's. "
                 f"Got one that {self.used} took. "
-                "Use the TrainState which that call returned: `ts, metrics = train_step(ts, batch)`."
+                "Use the TrainState which that call returned: `ts, metrics = step(ts, batch)`."
             )
 
     def __repr__(self) -> str:
@@ -258,5 +258,9 @@ def scalars_as_arrays(tree: PyTree) -> PyTree:
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """The arrays of `tree` in the dtypes that `like` has in their places."""
-    return jax.tree.map(lambda x, y: None if x is None else x.astype(y.dtype), tree, like,
-                        is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda x, y: None if x is None else x.astype(y.dtype),
+        tree,
+        like,
+        is_leaf=lambda x: x is None,
+    )

@@ -23,8 +23,8 @@ from .state import Parts, TrainState
 class Outcome:
     """What a step says of itself.
 
-    `overflow` is whether loss scaling skipped it already. `alarm`, int32, is what the host looks at:
-    0 while all is well.
+    `overflow` is whether loss scaling skipped it already. `alarm`, int32, is what the host looks
+    at: 0 while all is well.
     """
 
     metrics: dict[str, PyTree]
@@ -41,8 +41,8 @@ Advance = Callable[[Parts, PyTree], tuple[Parts, Outcome]]
 class Layer:
     """What a transform adds around a single update. Layers of lower rank lie further inside.
 
-    The rank and not the place in the chain decides, so that a guard holds back what an average adds,
-    whichever of the two was written first.
+    The rank and not the place in the chain decides, so that a guard holds back what an average
+    adds, whichever of the two was written first.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(Level):
-    """`(TrainState, batch) -> (TrainState, metrics)`. Runs as it is; `jit` or `donate` compiles it."""
+    """`(TrainState, batch) -> (TrainState, metrics)`. Runs as it is, or compiled by `donate`."""
 
     name: ClassVar[str] = "Step"
     takers: ClassVar[str] = "ema, guard, repeat, jit, donate"
@@ -130,4 +130,3 @@ def as_step(given: Any, source: str) -> Step:
     if not isinstance(given, Step):
         raise order_error(source, "a Step", given)
     return given
-

@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -131,7 +131,7 @@ class Prefetch(Iterator[PyTree]):
         if self._close is not None:
             self._close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Prefetch:
         return self
 
     def __exit__(

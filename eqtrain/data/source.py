@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
 
+@runtime_checkable
 class RowSource(Protocol):
     """Anything that gives one row at a time, as a mapping from names to arrays or numbers."""
 
@@ -110,7 +111,7 @@ def reader(source: Mapping[str, Any] | RowSource) -> AbstractReader:
     """
     if isinstance(source, Mapping):
         chosen: AbstractReader = ArrayReader(source)
-    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    elif isinstance(source, RowSource):
         chosen = RowReader(source)
     else:
         raise TypeError(

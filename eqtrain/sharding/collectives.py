@@ -19,9 +19,8 @@ Axes = tuple[str, ...]
 
 def varying(x: Any) -> frozenset[str]:
     """The manual mesh axes along which `x` may differ from device to device."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(aval.vma if kind is None else kind.varying)
+    aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return frozenset(aval.manual_axis_type.varying)
 
 
 def vary(x: Array, axes: Axes | frozenset[str]) -> Array:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 
-def mesh(*, devices: list[jax.Device] | None = None, **axes: int) -> Mesh:
+def mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
     """Lays devices out on named axes, close ones along the last.
 
     **Arguments:**

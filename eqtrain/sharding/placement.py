@@ -65,7 +65,9 @@ def fsdp(axis: str, *, min_size: int = 2**12) -> Placement:
     return Placement(rule)
 
 
-def rules(patterns: Mapping[str, P | Placement], otherwise: P | Placement | None = None) -> Placement:
+def rules(
+    patterns: Mapping[str, P | Placement], otherwise: P | Placement | None = None
+) -> Placement:
     """Places each leaf by the first regular expression that `re.search` finds in its path.
 
     **Arguments:**
@@ -109,16 +111,19 @@ def as_placement(given: Any) -> Placement:
         return given
     if isinstance(given, P):
         return Placement(as_rule(given))
-    if callable(given):
-        return Placement(lambda path, leaf, mesh: given(path, leaf))
+    # Looked for first: a tree of specs that is an Equinox module may be callable too.
     specs = {
         path_name(path): spec
         for path, spec in jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_spec)
+        if _is_spec(spec)
     }
-    if not specs or not all(isinstance(spec, P) for spec in specs.values()):
+    if not specs and callable(given):
+        function: Any = given
+        return Placement(lambda path, leaf, mesh: function(path, leaf))
+    if not specs:
         raise TypeError(
-            "`model` of `shard` must be a placement, a PartitionSpec, a function `(path, leaf) -> P`"
-            f" or a pytree of PartitionSpecs. Got {type(given).__name__}. "
+            "`model` of `shard` must be a placement, a PartitionSpec, a function "
+            f"`(path, leaf) -> P` or a pytree of PartitionSpecs. Got {type(given).__name__}. "
             "Write `et.replicate()` or `et.fsdp('data')`."
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import einops
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -41,9 +42,9 @@ def accumulate(num_microbatches: int) -> Callable[[Any], Contribute]:
     ```python
     >>> def loss(model, state, batch, key):
     ...     return et.mean((batch["x"] * model) ** 2), state, {}
-    >>> contribution = et.accumulate(2)(loss)(
-    ...     jnp.array(2.0), None, {"x": jnp.arange(4.0)}, et.example_keys(jax.random.key(0), 0, jnp.arange(4))
-    ... )
+    >>> keys = et.example_keys(jax.random.key(0), 0, jnp.arange(4))
+    >>> batch = {"x": jnp.arange(4.0)}
+    >>> contribution = et.accumulate(2)(loss)(jnp.array(2.0), None, batch, keys)
     >>> float(contribution.loss.value), float(contribution.grads)
     (14.0, 56.0)
 
@@ -136,9 +137,8 @@ def _cut(
     arrays, whole = eqx.partition(jax.tree.map(jnp.asarray, batch), is_example_array)
 
     def stack(x: Array) -> Array:
-        rest = x.shape[1:]
-        x = x.reshape(shards, parts, rows // (parts * shards), *rest)
-        return x.swapaxes(0, 1).reshape(parts, rows // parts, *rest)
+        cut = "(shards parts rows) ... -> parts (shards rows) ..."
+        return einops.rearrange(x, cut, shards=shards, parts=parts)
 
     def join(part: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
         return eqx.combine(part[0], whole), part[1]

@@ -32,10 +32,10 @@ def guard(
 ) -> Any:
     """Looks at the loss and at the norm of the gradients before a step is taken.
 
-    Both are those of the global batch, so every device decides alike. A bad step keeps the whole old
-    TrainState bit for bit: parameters, optimizer and its schedule, averages, BatchNorm statistics.
-    Only `step` (and with it the keys) and the counts of skipped steps go on, and so does the data.
-    A window of microbatches is skipped as a whole. Its metrics are left out of sums.
+    Both are those of the global batch, so every device decides alike. A bad step keeps the whole
+    old TrainState bit for bit: parameters, optimizer and its schedule, averages, BatchNorm
+    statistics. Only `step` (and with it the keys) and the counts of skipped steps go on, and so
+    does the data. A window of microbatches is skipped as a whole. Its metrics are left out of sums.
 
     **Arguments:**
 
@@ -143,5 +143,3 @@ def _judge(alarm: int, nonfinite: str, max_consecutive: int) -> Exception | None
             "Lower the learning rate, or look at the data."
         )
     return None
-
-

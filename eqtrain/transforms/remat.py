@@ -16,9 +16,9 @@ def remat(
 ) -> Any:
     """Stores less for the backward pass of a loss, and computes it again there.
 
-    Around a whole loss with no policy this saves little by itself, since the backward pass begins by
-    making all activations again; choose what to keep by `policy`, or put `jax.checkpoint` around the
-    blocks of the model.
+    Around a whole loss with no policy this saves little by itself, since the backward pass begins
+    by making all activations again; choose what to keep by `policy`, or put `jax.checkpoint` around
+    the blocks of the model.
 
     **Arguments:**
 

@@ -22,16 +22,18 @@ from ..state import Parts, scalars_as_arrays
 from ..step import Outcome, Step, keep
 from .precision import cast
 
-Choice = Callable[[PyTree], PyTree] | PyTree
+# A function from the model to a pytree of booleans, or such a pytree, or None.
+Choice = Any
 
 
 def update(
-    optimizer: optax.GradientTransformation, *, trainable: Choice | None = None
+    optimizer: optax.GradientTransformation, *, trainable: Choice = None
 ) -> Callable[[Any], Step]:
     """Divides the summed gradients by the global count, once, and hands them to an optimizer.
 
-    The optimizer sees the mean gradients of the global batch, in the global view: a norm is the norm
-    of the whole tree whatever the mesh. It is given the loss too, for those that take `value=`.
+    The optimizer sees the mean gradients of the global batch, in the global view: a norm is the
+    norm of the whole tree whatever the mesh. It is given the loss too, for those that take
+    `value=`.
 
     **Arguments:**
 
@@ -95,7 +97,7 @@ def update(
 
 
 def _advance(
-    inner: Contribute, optimizer: Any, trainable: Choice | None, parts: Parts, batch: PyTree
+    inner: Contribute, optimizer: Any, trainable: Choice, parts: Parts, batch: PyTree
 ) -> tuple[Parts, Outcome]:
     keys = example_keys(parts.key, parts.step, jnp.arange(batch_size(batch), dtype=jnp.int32))
     mask = _trainable_mask(parts.model, trainable)
@@ -119,7 +121,7 @@ def _advance(
         params,
         value=total.loss.value,
     )
-    params = jax.tree.map(lambda p, u: (p + u.astype(p.dtype)), params, updates)
+    params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
     new = Parts(
         model=eqx.combine(params, parts.model),
         state=total.state,
@@ -149,14 +151,16 @@ def _as_mean(loss: Combination) -> Mean | Combination:
     return loss.terms[0] if len(loss.terms) == 1 else loss
 
 
-def _trainable_mask(model: PyTree, trainable: Choice | None) -> PyTree:
+def _trainable_mask(model: PyTree, trainable: Choice) -> PyTree:
     """Which leaves are trained, as a pytree of booleans like the model."""
     floating = jax.tree.map(is_trainable_array, model)
     if trainable is None:
         mask = floating
     else:
-        chosen = trainable(eqx.filter(model, floating)) if callable(trainable) else trainable
-        full = jax.tree.broadcast(chosen, eqx.filter(model, floating))
+        params = eqx.filter(model, floating)
+        # A pytree of booleans that is an Equinox module may be callable too.
+        is_tree = any(isinstance(leaf, bool) for leaf in jax.tree.leaves(trainable))
+        full = jax.tree.broadcast(trainable if is_tree else trainable(params), params)
         chosen_leaves = iter(jax.tree.leaves(full))
         mask = jax.tree.map(lambda inexact: inexact and bool(next(chosen_leaves)), floating)
     if not any(jax.tree.leaves(mask)):
