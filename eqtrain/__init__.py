@@ -45,3 +45,4 @@ from .transforms.remat import remat as remat
 from .transforms.repeat import repeat as repeat
 from .transforms.shard import shard as shard
 from .transforms.update import update as update
+from .transforms.value_and_grad import value_and_grad as value_and_grad

@@ -58,6 +58,23 @@ class Objective:
     scale: Float[Array, ""] | None = None
 
 
+def mean_grads(contribution: Contribution, objective: Objective) -> PyTree:
+    """The gradients of the mean loss of all that was added up. The one place that divides."""
+    grads = contribution.grads
+    if objective.weights is None:  # else each term was divided before it was differentiated
+        share = inverse(contribution.loss.terms[0].count)
+        grads = jax.tree.map(lambda g: g * share.astype(g.dtype), grads)
+    if objective.scale is not None:
+        scale = objective.scale
+        grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+    return grads
+
+
+def inverse(count: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`1 / count`, and 0 where nothing was counted: the mean of nothing pulls at nothing."""
+    return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
+
+
 def is_example_array(leaf: Any) -> bool:
     """Whether a batch leaf holds one row an example; a scalar belongs to the batch as a whole."""
     return jnp.ndim(leaf) > 0

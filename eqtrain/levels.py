@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from .contribution import Contribution, Objective, count_terms, differentiate
+from .contribution import Contribution, Objective, count_terms, differentiate, inverse
 from .sharding.placement import Layout
 
 
@@ -129,16 +130,11 @@ class Contribute(Level):
         if len(counts) == 1:
             return Objective(trainable, None, scale)
         counts, _ = self.count(model, state, batch, key)
-        return Objective(trainable, inverse(jax.numpy.stack(counts)), scale)
-
-
-def inverse(count: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`1 / count`, and 0 where nothing was counted: the mean of nothing pulls at nothing."""
-    return jax.numpy.where(count == 0, 0, 1 / jax.numpy.where(count == 0, 1, count))
+        return Objective(trainable, inverse(jnp.stack(counts)), scale)
 
 
 def is_trainable_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def as_loss(given: Any, source: str) -> Loss:

@@ -11,18 +11,21 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
+_M = TypeVar("_M")
 
-def _metric(cls: type) -> type:
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def _metric(cls: type[_M]) -> type[_M]:
     """Makes `cls` a frozen dataclass and a pytree whose fields are all children."""
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
-    fields = [field.name for field in dataclasses.fields(cls)]
+    fields = [field.name for field in dataclasses.fields(cast(Any, cls))]
     return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
 
 

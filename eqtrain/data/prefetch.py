@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -215,7 +216,21 @@ def _place_leaf(path: tuple[Any, ...], leaf: Any, sharding: Any, fresh: bool) ->
             sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
             if not sharding.is_fully_addressable:
                 return jax.make_array_from_process_local_data(sharding, leaf)
+            _check_divides(leaf.shape, sharding)
         return jax.device_put(leaf, sharding)
     except Exception as error:
         error.add_note(f"while `batch{jax.tree_util.keystr(path)}` was put on devices")
         raise
+
+
+def _check_divides(shape: tuple[int, ...], sharding: NamedSharding) -> None:
+    for dim, axes in enumerate(sharding.spec):
+        names = [axes] if isinstance(axes, str) else axes if isinstance(axes, tuple) else []
+        shards = math.prod(sharding.mesh.shape[name] for name in names)
+        if shape[dim] % shards:
+            raise ValueError(
+                "A sharded dim must divide evenly over its mesh axes. "
+                f"Got {shape[dim]} for dim {dim} of shape {shape}, and {shards} shards along "
+                f"{', '.join(map(repr, names))}. Use a multiple of {shards}, such as the "
+                "`batch_size` of a `Loader`, which pads."
+            )

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, PyTree
 
-from ..contribution import batch_size
-from ..levels import Contribute, Link, LossScaling, as_contribute, inverse, is_trainable_array
+from ..contribution import batch_size, mean_grads
+from ..levels import Contribute, Link, LossScaling, as_contribute, is_trainable_array
 from ..metrics import Combination, Mean
 from ..paths import named_leaves
 from ..random import example_keys
@@ -105,13 +105,7 @@ def _advance(
     objective = inner.objective(parts.model, parts.state, batch, keys, mask, scale)
     total = inner.contribute(parts.model, parts.state, batch, keys, objective)
 
-    # With weights the terms were divided before they were differentiated.
-    divisor = inverse(total.loss.terms[0].count) if objective.weights is None else None
-    grads = total.grads
-    if divisor is not None:
-        grads = jax.tree.map(lambda g: g * divisor.astype(g.dtype), grads)
-    if scale is not None:
-        grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+    grads = mean_grads(total, objective)
     norm = optax.global_norm(grads)
 
     params = eqx.filter(parts.model, mask)
