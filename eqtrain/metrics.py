@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, cast, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +38,15 @@ class AbstractMetric(abc.ABC):
         """The number to report."""
 
     @abc.abstractmethod
-    def merge(self, other: Any) -> Self:
+    def merge(self, other: Any) -> AbstractMetric:
         """Joins what two parts of the data say."""
 
     @abc.abstractmethod
-    def collapse(self) -> Self:
+    def collapse(self) -> AbstractMetric:
         """Merges the parts stacked along the leading dim, one a microbatch or a step."""
 
     @abc.abstractmethod
-    def neutral(self) -> Self:
+    def neutral(self) -> AbstractMetric:
         """The metric that changes nothing when merged."""
 
     def __float__(self) -> float:
@@ -62,13 +62,13 @@ class AbstractMetric(abc.ABC):
 class _Added(AbstractMetric):
     """A metric all of whose fields add up, so that one psum reduces it."""
 
-    def merge(self, other: Any) -> Self:
+    def merge(self, other: Any) -> AbstractMetric:
         return jax.tree.map(lambda a, b: a + b, self, other)
 
-    def collapse(self) -> Self:
+    def collapse(self) -> AbstractMetric:
         return jax.tree.map(lambda a: a.sum(0), self)
 
-    def neutral(self) -> Self:
+    def neutral(self) -> AbstractMetric:
         return jax.tree.map(jnp.zeros_like, self)
 
 

@@ -112,7 +112,7 @@ class Prefetch(Iterator[PyTree]):
                 channel.room += 1
                 channel.changed.notify_all()
                 self._position = position
-                if isinstance(self._batches, Loader):
+                if isinstance(self._batches, Loader) and position is not None:
                     self._batches.handed_out(position)
                 return batch
         self.close()

@@ -106,7 +106,7 @@ def _advance(
     total = inner.contribute(parts.model, parts.state, batch, keys, objective)
 
     grads = mean_grads(total, objective)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
 
     params = eqx.filter(parts.model, mask)
     updates, opt_state = _as_optax_promotes(optimizer.update)(
