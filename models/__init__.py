@@ -1,0 +1,1 @@
+"""Reference models, batch-level, made to be copied."""

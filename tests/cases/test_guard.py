@@ -1,0 +1,431 @@
+"""Recipes from public reports: loss scales, and steps that are not finite.
+
+What the guard promises: a bad step leaves the whole TrainState as it was, on all devices, and only
+`step` and the guard's own counts go on; the schedule of the optimizer does not.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqtrain as et
+
+GOOD = {"x": np.ones(8, np.float32)}
+
+
+def bad_at(*rows: int, value: float = np.nan) -> dict[str, np.ndarray]:
+    batch = {"x": GOOD["x"].copy()}
+    batch["x"][list(rows)] = value
+    return batch
+
+
+def loss(w: Any, state: Any, batch: Any, key: Any) -> Any:
+    """Gradient 1 a good row, and a state such as BatchNorm has."""
+    if state is not None:
+        seen = batch["x"].mean()
+        state = {"mean": 0.9 * state["mean"] + 0.1 * seen, "count": state["count"] + 1}
+    values = w * batch["x"]
+    return et.mean(values), state, {"mean": et.mean(values), "max": et.Max(values.max())}
+
+
+def with_state(key: Any) -> Any:
+    return jnp.float32(1), {"mean": jnp.zeros(()), "count": jnp.zeros((), jnp.int32)}
+
+
+def contents(ts: et.TrainState) -> dict[str, np.ndarray]:
+    """All leaves by name as copies, but what a skipped step moves on: `step` and the guard's."""
+    named = jax.tree_util.tree_leaves_with_path(ts)
+    return {
+        name: np.array(jax.random.key_data(leaf) if name == ".key" else leaf)
+        for name, leaf in ((jax.tree_util.keystr(path), leaf) for path, leaf in named)
+        if name != ".step" and ".extra.guard" not in name
+    }
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def shard(placement: Any = None, **axes: int) -> Any:
+    return et.shard(et.mesh(**axes), batch=P(next(iter(axes))), model=placement)
+
+
+CHAINS = {
+    "alone": (),
+    "accumulate": (et.accumulate(4),),
+    "mesh": (shard(data=4),),
+    "both": (et.accumulate(2), shard(data=4)),
+    "both_outside": (shard(data=4), et.accumulate(2)),
+}
+
+
+# Case 37: a skipped step moves nothing.
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
+def test_skipped_step_leaves_every_bit(chain):
+    program = et.pipe(
+        loss, *chain, et.update(optax.adamw(0.1, weight_decay=0.1)), et.ema(0.9), et.guard, et.donate
+    )
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, GOOD)
+    before = contents(ts)
+    assert float(ts.model) == pytest.approx(0.8900006, abs=1e-7)
+    ts, metrics = program(ts, bad_at(5))
+    assert same(contents(ts), before)
+    assert metrics["skipped"].value == 1
+    assert ts.opt_state[0].count == 1  # and so does the schedule stand
+    assert (int(ts.step), int(ts.extra["guard"]["skipped"])) == (2, 1)
+    ts, metrics = program(ts, GOOD)
+    assert not same(contents(ts), before)
+    assert metrics["skipped"].value == 0 and ts.extra["guard"]["in_a_row"] == 0
+
+
+def test_zeroed_gradient_is_told_apart():
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    w = jnp.float32(1)
+    state = optimizer.init(w)
+    for grad in [1.0, 0.0]:
+        updates, state = optimizer.update(jnp.float32(grad), state, w)
+        w = w + updates
+    assert float(w) == pytest.approx(0.8140955, abs=1e-6)
+    assert state[0].count == 2 and float(state[0].mu) == pytest.approx(0.09, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "lion", "schedule_free"])
+def test_other_optimizers_are_held_back_too(name):
+    optimizer = {
+        "sgd": optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9, nesterov=True),
+        "adafactor": optax.adafactor(0.1),
+        "lion": optax.lion(0.1, weight_decay=0.1),
+        "schedule_free": optax.contrib.schedule_free_sgd(0.1),
+    }[name]
+    program = et.pipe(loss, et.update(optimizer), et.guard, et.donate)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    ts, _ = program(ts, GOOD)
+    before = contents(ts)
+    ts, _ = program(ts, bad_at(0, value=np.inf))
+    assert same(contents(ts), before)
+
+
+def test_gradient_that_alone_is_not_finite_skips():
+    def root(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean(jnp.sqrt(w) * batch["x"]), state, {}  # loss 0, gradient inf at 0
+
+    program = et.pipe(root, et.update(optax.sgd(1.0)), et.guard, et.jit)
+    ts = program.init(lambda key: jnp.float32(0), key=jax.random.key(0))
+    ts, metrics = program(ts, GOOD)
+    assert float(ts.model) == 0 and metrics["skipped"].value == 1
+
+
+def test_metrics_of_skipped_steps_are_left_out_of_merges():
+    program = et.pipe(loss, et.update(optax.sgd(1.0)), et.guard, et.jit)
+    ts = program.init(lambda key: jnp.float32(3), key=jax.random.key(0))
+    seen = []
+    for batch in [GOOD, bad_at(1), GOOD]:
+        ts, metrics = program(ts, batch)
+        seen.append(metrics)
+    merged = et.fetch(et.merge(*seen))
+    assert merged == {"loss": 2.5, "mean": 2.5, "max": 3.0, "grad_norm": 1.0, "skipped": 1}
+
+
+@pytest.mark.parametrize("placement", [None, et.rules({"split": P("data")})], ids=["copy", "split"])
+def test_one_bad_row_skips_on_every_device(placement):
+    def two(model: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean((model["copy"] + model["split"].sum()) * batch["x"]), state, {}
+
+    if placement is None:
+        placement = et.replicate()
+    program = et.pipe(
+        two, et.accumulate(2), shard(placement, data=4), et.update(optax.adam(1.0)), et.guard, et.jit
+    )
+    ts = program.init(
+        lambda key: {"copy": jnp.float32(1), "split": jnp.ones(8)}, key=jax.random.key(0)
+    )
+    after, _ = program(ts, bad_at(5))
+    for old, new in zip(jax.tree.leaves(ts.model), jax.tree.leaves(after.model), strict=True):
+        copies = [np.array(shard.data) for shard in new.addressable_shards]
+        assert len(copies) == 4
+        for before, copy in zip(old.addressable_shards, copies, strict=True):
+            assert np.array(before.data).tobytes() == copy.tobytes()
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_guard_composes_with_accumulate_shard_and_repeat(order):
+    """Case 39, for what the guard sees: one row of one microbatch of one device, in one of 3 steps."""
+    chain = CHAINS["both" if order == "inside" else "both_outside"]
+    program = et.pipe(loss, *chain, et.update(optax.sgd(1.0)), et.guard, et.repeat(3), et.donate)
+    ts = program.init(with_state, key=jax.random.key(0))
+    steps = {"x": np.stack([GOOD["x"], bad_at(6)["x"], GOOD["x"]])}
+    ts, metrics = program(ts, steps)
+    assert float(ts.model) == 1 - 2
+    assert metrics["skipped"].value.tolist() == [0, 1, 0]
+    # The state moves once a microbatch, in the two good steps alone.
+    assert int(ts.state["count"]) == 4
+    np.testing.assert_allclose(float(ts.state["mean"]), 1 - 0.9**4, rtol=1e-6)
+
+
+# So many in a row stop the run, and none gets through.
+
+
+def test_max_consecutive_stops_with_the_state_from_before():
+    program = et.pipe(
+        loss, et.update(optax.adam(0.1)), et.guard(nonfinite="skip", max_consecutive=3), et.donate
+    )
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, GOOD)
+    before = contents(ts)
+    for _ in range(3):
+        ts, _ = program(ts, bad_at(0))
+    with pytest.raises(et.NonFiniteError, match="Got 3 steps.*error.state") as caught:
+        program.check(ts)
+    assert "It was call 4 of `train_step`." in caught.value.__notes__
+    assert same(contents(caught.value.state), before)
+
+
+def test_max_consecutive_counts_only_those_in_a_row():
+    program = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard(max_consecutive=2), et.donate)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    for batch in [bad_at(0), GOOD, bad_at(0), GOOD, bad_at(0), bad_at(0)]:
+        ts, _ = program(ts, batch)
+    with pytest.raises(et.NonFiniteError, match="Got 2 steps"):
+        program(ts, GOOD)  # flags are read one call late
+
+
+def test_letting_the_third_through_is_told_apart():
+    optimizer = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=2)
+    w, state = jnp.float32(1), optimizer.init(jnp.float32(1))
+    for _ in range(3):
+        updates, state = optimizer.update(jnp.float32(np.nan), state, w)
+        w = w + updates
+    assert np.isnan(w)
+
+
+def test_max_consecutive_is_seen_inside_repeat():
+    program = et.pipe(
+        loss, et.update(optax.sgd(0.1)), et.guard(max_consecutive=2), et.repeat(4), et.jit
+    )
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    rows = [GOOD["x"], bad_at(0)["x"], bad_at(0)["x"], GOOD["x"]]
+    ts, _ = program(ts, {"x": np.stack(rows)})
+    with pytest.raises(et.NonFiniteError, match="Got 2 steps"):
+        program.check(ts)
+
+
+# "raise"
+
+
+def raising(compile: Any = et.donate, after: Any = ()) -> Any:
+    return et.pipe(
+        loss, et.update(optax.adam(0.1)), et.ema(0.9), et.guard(nonfinite="raise"), *after, compile
+    )
+
+
+@pytest.mark.parametrize("compile", [et.jit, et.donate])
+def test_raise_gives_the_state_from_before_the_failure(compile):
+    program = raising(compile)
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, GOOD)
+    before = contents(ts)
+    ts, _ = program(ts, bad_at(3))
+    with pytest.raises(et.NonFiniteError, match="were not finite") as caught:
+        program(ts, GOOD)  # was dispatched before the flag was read, and must not move on
+    assert same(contents(caught.value.state), before)
+    assert "It was call 2 of `train_step`." in caught.value.__notes__
+
+
+def test_raise_inside_repeat_holds_the_later_steps_back():
+    program = raising(after=(et.repeat(3),))
+    ts = program.init(with_state, key=jax.random.key(0))
+    alone = raising()
+    one = alone.init(with_state, key=jax.random.key(0))
+    one, _ = alone(one, GOOD)
+    ts, _ = program(ts, {"x": np.stack([GOOD["x"], bad_at(3)["x"], GOOD["x"]])})
+    with pytest.raises(et.NonFiniteError) as caught:
+        program.check(ts)
+    assert same(contents(caught.value.state), contents(one))
+
+
+def test_training_goes_on_from_the_state_of_the_error():
+    program = raising()
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, GOOD)
+    ts, _ = program(ts, bad_at(3))
+    with pytest.raises(et.NonFiniteError) as caught:
+        program(ts, GOOD)
+    ts = caught.value.state
+    for _ in range(2):
+        ts, _ = program(ts, GOOD)
+    program.check(ts)
+
+    right = raising()
+    expected = right.init(with_state, key=jax.random.key(0))
+    for _ in range(3):
+        expected, _ = right(expected, GOOD)
+    assert same(contents(ts), contents(expected))
+
+
+def test_error_state_has_the_step_from_before_the_failure():
+    program = raising()
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, GOOD)
+    ts, _ = program(ts, bad_at(3))
+    with pytest.raises(et.NonFiniteError) as caught:
+        program(ts, GOOD)
+    assert int(caught.value.state.step) == 1  # else the keys are others when it is tried again
+
+
+def test_training_goes_on_after_max_consecutive():
+    program = et.pipe(loss, et.update(optax.sgd(1.0)), et.guard(max_consecutive=1), et.donate)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    ts, _ = program(ts, bad_at(0))
+    with pytest.raises(et.NonFiniteError) as caught:
+        program(ts, GOOD)
+    ts, _ = program(caught.value.state, GOOD)
+    program.check(ts)
+
+
+def test_ignore_only_counts():
+    program = et.pipe(loss, et.update(optax.sgd(1.0)), et.guard(nonfinite="ignore"), et.jit)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    for batch, count in [(GOOD, 0), (bad_at(0), 1), (GOOD, 1)]:
+        ts, metrics = program(ts, batch)
+        assert metrics["nonfinite"].value == count  # the weights are NaN from the second on
+    assert np.isnan(float(ts.model)) and ts.extra["guard"]["skipped"] == 2
+    program.check(ts)
+
+
+def test_flags_are_read_one_call_late_and_once_each(monkeypatch):
+    reads = []
+    device_get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: reads.append(x) or device_get(x))
+    programs = {
+        guarded: et.pipe(loss, et.update(optax.sgd(0.1)), *((et.guard,) if guarded else ()), et.donate)
+        for guarded in (True, False)
+    }
+    for guarded, program in programs.items():
+        ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+        reads.clear()
+        for call in range(100):
+            ts, _ = program(ts, GOOD)
+            assert len(reads) == (call if guarded else 0)
+        program.check(ts)
+        assert len(reads) == (100 if guarded else 0)
+        assert all(jnp.size(read) == 1 for read in reads)
+
+
+# Case 36: loss scales.
+
+TRUE = {"x": np.float32([[3, 4]] * 4)}
+ONE = {"x": np.ones((4, 1), np.float32)}
+
+
+def dot(w: Any, state: Any, batch: Any, key: Any) -> Any:
+    return et.mean((batch["x"] * w[None]).sum(1)), state, {}
+
+
+def scaled(scaling: et.LossScaling, optimizer: Any, *chain: Any, dtype: str = "float16") -> Any:
+    precision = et.precision(dtype, loss_scaling=scaling)
+    return et.pipe(dot, precision, *chain, et.update(optimizer), et.guard, et.jit)
+
+
+@pytest.mark.parametrize("chain", [(), (et.accumulate(2),), (et.accumulate(2), shard(data=2))])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_are_unscaled_before_they_are_clipped(chain, dtype):
+    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    program = scaled(et.LossScaling(1024.0), clip, *chain, dtype=dtype)
+    ts = program.init(lambda key: jnp.zeros(2), key=jax.random.key(0))
+    ts, metrics = program(ts, TRUE)
+    np.testing.assert_allclose(ts.model, [-0.6, -0.8], rtol=1e-6)
+    assert et.fetch(metrics) == {"loss": 0, "grad_norm": 5, "loss_scale": 1024, "skipped": 0}
+
+
+@pytest.mark.parametrize("chain", [(), (et.accumulate(4),)], ids=["whole", "window"])
+def test_gradients_are_unscaled_by_the_scale_they_had(chain):
+    program = scaled(et.LossScaling(4.0, factor=2.0, period=1), optax.sgd(1.0), *chain)
+    ts = program.init(lambda key: jnp.zeros(1), key=jax.random.key(0))
+    seen = []
+    for _ in range(3):
+        ts, metrics = program(ts, ONE)
+        seen.append(et.fetch(metrics))
+    assert [metrics["grad_norm"] for metrics in seen] == [1, 1, 1]
+    assert [metrics["loss_scale"] for metrics in seen] == [4, 8, 16]
+    assert float(ts.model[0]) == -3
+    used, divisor = np.array([4, 4, 8]), np.array([4, 8, 16])
+    assert (used / divisor).tolist() == [1, 0.5, 0.5]  # what the report shows
+
+
+def test_scale_shrinks_at_an_overflow_and_the_step_is_skipped():
+    program = et.pipe(
+        dot,
+        et.precision("float16", loss_scaling=et.LossScaling(2.0**17, period=2)),
+        et.update(optax.adam(0.1)),
+        et.ema(0.5),
+        et.guard(max_consecutive=1),
+        et.jit,
+    )
+    ts = program.init(lambda key: jnp.zeros(1), key=jax.random.key(0))
+    before = contents(ts)
+    scales, skipped = [], []
+    for _ in range(6):
+        scales.append(float(ts.extra["loss_scale"]["scale"]))
+        ts, metrics = program(ts, {"x": ONE["x"][:1]})
+        skipped.append(int(metrics["skipped"].value))
+        if all(skipped):
+            unscaled = {name: leaf for name, leaf in contents(ts).items() if "scale" not in name}
+            assert all(before[name].tobytes() == leaf.tobytes() for name, leaf in unscaled.items())
+    program.check(ts)  # an overflow is no failure: the scale meets it
+    # float16 ends at 65504: 2^17 and 2^16 are too much. It grows after two good steps.
+    assert scales == [2.0**17, 2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**15]
+    assert skipped == [1, 1, 0, 0, 1, 0]
+    assert ts.opt_state[0].count == 3
+
+
+def test_loss_that_is_not_finite_is_a_failure_under_any_scale():
+    program = et.pipe(
+        dot,
+        et.precision("float16", loss_scaling=et.LossScaling(4.0)),
+        et.update(optax.sgd(0.1)),
+        et.guard(nonfinite="raise"),
+        et.jit,
+    )
+    ts = program.init(lambda key: jnp.zeros(1), key=jax.random.key(0))
+    bad = {"x": ONE["x"] * np.float32(np.nan)}
+    ts, _ = program(ts, bad)
+    with pytest.raises(et.NonFiniteError):
+        program.check(ts)
+
+
+@pytest.mark.parametrize("rows", [2**10, 2**17])
+def test_float16_trains_on_batches_of_any_size(rows):
+    """The gradient of the mean is 1. That of the total is `rows`, and float16 ends at 65504."""
+    program = et.pipe(dot, et.precision("float16"), et.update(optax.sgd(1.0)), et.guard, et.jit)
+    ts = program.init(lambda key: jnp.zeros(1), key=jax.random.key(0))
+    skipped = []
+    for _ in range(20):
+        ts, metrics = program(ts, {"x": np.ones((rows, 1), np.float32)})
+        skipped.append(int(metrics["skipped"].value))
+    assert 0 in skipped
+    assert float(ts.model[0]) == -skipped.count(0)
+
+
+@pytest.mark.parametrize(("initial", "gradient"), [(1.0, 0.0), (2.0**12, 2.0**-26)])
+def test_small_gradients_survive_by_their_scale(initial, gradient):
+    def small(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean((batch["x"] * (batch["x"] * w[None])).sum(1)), state, {}
+
+    program = et.pipe(
+        small,
+        et.precision("float16", loss_scaling=et.LossScaling(initial)),
+        et.accumulate(4),
+        et.update(optax.sgd(1.0)),
+        et.jit,
+    )
+    ts = program.init(lambda key: jnp.zeros(1), key=jax.random.key(0))
+    ts, _ = program(ts, {"x": np.full((4, 1), 2.0**-13, np.float32)})
+    assert -float(ts.model[0]) == gradient  # float16 ends at 2^-24
