@@ -33,14 +33,15 @@ class UsedStateError(RuntimeError):
 class Parts:
     """The fields of a TrainState as trees.
 
-    `extra` holds what single transforms carry, by name: `ema`, `guard`, `loss_scale`.
+    `extra` holds what single transforms carry, by name: `ema`, `guard`, `loss_scale`. Any pytree
+    function may put other things than arrays in their places, so the types are not narrower.
     """
 
     model: PyTree
     state: PyTree
     opt_state: PyTree
-    key: Shaped[Any, ""]
-    step: Int[Any, ""]
+    key: Any
+    step: Any
     extra: dict[str, PyTree]
 
 

@@ -1,0 +1,456 @@
+"""Claim: a step costs the host at most 1.1 x what a raw `jax.jit` of the same arrays costs.
+
+    python benchmarks/dispatch.py
+
+Takes 3 to 4 minutes on two quiet cores, half of it compilation; `--quick` takes a minute and is for
+a look only. Runs on the CPU. `torch` and `rich` are used where they are installed; nothing else is
+needed beyond what `eqtrain` needs.
+
+**The step.** Adam on the mean squared error of an `eqx.nn.MLP` of L linear layers, 16 wide, with 16
+rows of float32. Its TrainState has `6 L + 3` leaves: a weight and a bias a layer, the two moments of
+each, Adam's count, the key and the step. L is 3, 21 and 61, so 21, 129 and 369 leaves. The math is
+checked: after 50 steps every contender must report the same loss, and the arrays that a JAX
+contender gave away must be gone.
+
+| contender | what is called |
+| --- | --- |
+| `raw` | `jax.jit`, donated: a tuple of as many arrays in, and out; the key as its two uint32 |
+| `raw_typed_key` | the same with a typed key, as a TrainState keeps it: an extra |
+| `filter_jit` | `eqx.filter_jit`, donated, of the batch, the model and the optimizer's state; two |
+|  | arrays fewer, since nobody carries a key and a count there |
+| `torch` | eager, `zero_grad(set_to_none=True)`; the fastest of fused and foreach Adam on 1 thread |
+|  | and on all, which is tried first; no gradient norm, which all others report |
+| `ours` | `et.pipe(loss, et.update(optax.adam(1e-3)), et.donate)` |
+| `ours_guard` | with `et.guard(nonfinite="skip")`: four leaves more, and a look at a flag a call |
+| `ours_repeat` | with `et.repeat(50)`: 50 steps a call, all figures for one step |
+
+`filter_jit` has `donate="all-except-first"`, for `"all"` takes the batch away too; what a call costs
+is the same.
+
+**The figures**, in microseconds a step:
+
+- `dispatch`: from the call until it returns and the old state is let go, one call at a time, with
+  the device idle before it. PyTorch on a CPU works while it is called, so there it is the step;
+  XLA runs the smallest programs inside the call too, which all JAX contenders share.
+- `step`: 50 steps without a look at them, and `block_until_ready` after the last, divided by 50.
+
+Every round goes through all contenders in an order drawn anew, and gives one median a contender.
+What is printed is the median over rounds, with its quartiles; a ratio is the median over rounds of
+the ratio within a round, so that a machine that slows down slows both. Garbage is collected between
+measurements and never within.
+
+**Expected:** for `dispatch`, `ours_over_raw` at most 1.1 at every size, and `filter_jit_over_ours`
+at least 4 at 369 leaves. The last line is JSON and says under `goals` whether that came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+import eqtrain as et
+from benchmarks.environment import environment
+
+Batch = dict[str, Float[Array, "rows width"]]
+
+SIZES = {21: 3, 129: 21, 369: 61}
+WIDTH = ROWS = 16
+LEARNING_RATE = 1e-3
+RUN = 50
+MOST_OVER_RAW = 1.1
+LEAST_OVER_FILTER_JIT = 4.0
+
+
+@dataclasses.dataclass
+class Contender:
+    """One way to take the step. `step` takes what it returned first; `loss` reads the second."""
+
+    name: str
+    step: Callable[[Any], tuple[Any, Any]]
+    state: Any
+    loss: Callable[[Any], float]
+    ready: Callable[[Any], Any] = jax.block_until_ready
+    steps_a_call: int = 1
+    note: str = ""
+    first_call_seconds: float = 0.0
+    dispatch: list[float] = dataclasses.field(default_factory=list)
+    whole: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, num_steps: int) -> Any:
+        """Takes so many steps and waits for the last."""
+        state, out = self.state, None
+        for _ in range(num_steps // self.steps_a_call):
+            state, out = self.step(state)
+        self.ready(out)
+        self.state = state
+        return out
+
+    def measure_dispatch(self, calls: int) -> float:
+        """The median time of a call that finds the device idle, in microseconds a step."""
+        clock, state = time.perf_counter, self.state
+        seconds = []
+        for index in range(calls + 2):  # The first two warm the caches up again.
+            self.ready(state)
+            start = clock()
+            state, out = self.step(state)
+            elapsed = clock() - start
+            self.ready(out)
+            if index >= 2:
+                seconds.append(elapsed)
+        self.state = state
+        return statistics.median(seconds) * 1e6 / self.steps_a_call
+
+    def measure_whole(self, num_steps: int) -> float:
+        """The time of many steps and of the wait for the last, in microseconds a step."""
+        self.run(self.steps_a_call)
+        start = time.perf_counter()
+        self.run(num_steps)
+        return (time.perf_counter() - start) * 1e6 / num_steps
+
+
+def make_model(num_layers: int) -> eqx.nn.MLP:
+    """An MLP with orthogonal weights, through which a gradient reaches the first of 61 layers."""
+    keys = jax.random.split(jax.random.key(0), num_layers + 1)
+    model = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, num_layers - 1, jnp.tanh, key=keys[-1])
+    orthogonal = jax.nn.initializers.orthogonal()
+    weights = [orthogonal(key, (WIDTH, WIDTH), jnp.float32) for key in keys[:-1]]
+    return eqx.tree_at(lambda model: [layer.weight for layer in model.layers], model, weights)
+
+
+def make_batch() -> Batch:
+    x, y = jax.random.normal(jax.random.key(1), (2, ROWS, WIDTH))
+    return {"x": x, "y": y}
+
+
+def loss_of(model: eqx.nn.MLP, batch: Batch) -> Float[Array, ""]:
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+
+def raw(name: str, num_layers: int, batch: Batch, typed_key: bool) -> Contender:
+    """What someone writes who wants nothing between them and the compiled step."""
+    optimizer = optax.adam(LEARNING_RATE)
+    params, static = eqx.partition(make_model(num_layers), eqx.is_array)
+    key = jax.random.key(2)
+    key = key if typed_key else jax.random.key_data(key)
+    first = (params, optimizer.init(params), key, jnp.zeros((), jnp.int32))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, first))
+
+    def step(leaves: tuple[Array, ...], batch: Batch) -> Any:
+        params, opt_state, key, count = jax.tree.unflatten(treedef, leaves)
+        loss, grads = jax.value_and_grad(lambda p: loss_of(eqx.combine(p, static), batch))(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        out = (params, opt_state, key, count + 1)
+        return tuple(jax.tree.leaves(out)), (loss, optax.global_norm(grads))
+
+    jitted = jax.jit(step, donate_argnums=0)
+    return Contender(name, lambda s: jitted(s, batch), tuple(leaves), lambda out: float(out[0]))
+
+
+def filter_jit(num_layers: int, batch: Batch) -> Contender:
+    """The step of Equinox's examples, donated."""
+    optimizer = optax.adam(LEARNING_RATE)
+    model = make_model(num_layers)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch: Batch, model: eqx.nn.MLP, opt_state: PyTree) -> Any:
+        loss, grads = eqx.filter_value_and_grad(loss_of)(model, batch)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        model = eqx.apply_updates(model, updates)
+        return (model, opt_state), (loss, optax.global_norm(grads))
+
+    return Contender(
+        "filter_jit", lambda s: step(batch, *s), (model, opt_state), lambda out: float(out[0])
+    )
+
+
+def ours(name: str, num_layers: int, batch: Batch, *transforms: Any) -> Contender:
+    def loss(model: eqx.nn.MLP, state: None, batch: Batch, key: Array) -> Any:
+        return et.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2), state, {}
+
+    program = et.pipe(loss, et.update(optax.adam(LEARNING_RATE)), *transforms, et.donate)
+    ts = program.init(lambda key: make_model(num_layers), key=jax.random.key(2))
+    return Contender(
+        name,
+        lambda s: program(s, batch),
+        ts,
+        lambda metrics: float(np.ravel(metrics["loss"].value)[-1]),
+    )
+
+
+def ours_repeat(num_layers: int, batch: Batch) -> Contender:
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * RUN), batch)
+    contender = ours("ours_repeat", num_layers, stacked, et.repeat(RUN))
+    return dataclasses.replace(contender, steps_a_call=RUN)
+
+
+def torch_eager(num_layers: int, batch: Batch) -> Contender | None:
+    """The fastest eager step among PyTorch's own choices; None where PyTorch is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+
+    model = make_model(num_layers)
+    x, y = (torch.from_numpy(np.array(batch[name])) for name in ("x", "y"))
+    all_threads = torch.get_num_threads()
+
+    def make(implementation: str, threads: int) -> Contender:
+        modules: list[Any] = []
+        for layer in model.layers:
+            linear = torch.nn.Linear(WIDTH, WIDTH)
+            with torch.no_grad():
+                linear.weight.copy_(torch.from_numpy(np.array(layer.weight)))
+                linear.bias.copy_(torch.from_numpy(np.array(layer.bias)))
+            modules += [linear, torch.nn.Tanh()]
+        net = torch.nn.Sequential(*modules[:-1])
+        choice: dict[str, Any] = {implementation: True}
+        optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE, **choice)
+
+        def step(state: None) -> tuple[None, Any]:
+            optimizer.zero_grad(set_to_none=True)
+            loss = torch.nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            return None, loss.detach()
+
+        # On a CPU there is nothing to wait for; what it is given is ready.
+        return Contender(
+            "torch", step, None, float, ready=lambda _: None, note=f"{implementation}, {threads} thr."
+        )
+
+    choices = [(name, n) for n in sorted({1, all_threads}) for name in ("fused", "foreach")]
+    tried = [(threads, make(name, threads)) for name, threads in choices]
+    for index in range(8):
+        for threads, contender in tried:
+            torch.set_num_threads(threads)
+            microseconds = contender.measure_whole(20)
+            if index > 0:  # The first creates the moments.
+                contender.whole.append(microseconds)
+    threads, best = min(tried, key=lambda pair: statistics.median(pair[1].whole))
+    torch.set_num_threads(threads)
+    name = best.note.split(",")[0]
+    return make(name, threads)
+
+
+def make_contenders(leaves: int) -> list[Contender]:
+    num_layers, batch = SIZES[leaves], make_batch()
+    contenders = [
+        raw("raw", num_layers, batch, typed_key=False),
+        raw("raw_typed_key", num_layers, batch, typed_key=True),
+        filter_jit(num_layers, batch),
+        torch_eager(num_layers, batch),
+        ours("ours", num_layers, batch),
+        ours("ours_guard", num_layers, batch, et.guard(nonfinite="skip")),
+        ours_repeat(num_layers, batch),
+    ]
+    present = [contender for contender in contenders if contender is not None]
+    for contender in present:
+        if contender.name in ("raw", "raw_typed_key", "ours"):
+            assert len(jax.tree.leaves(contender.state)) == leaves, contender.name
+    return present
+
+
+def compile_and_check(contenders: list[Contender]) -> float:
+    """Makes the first call of each, and sees that all take the same step and donate."""
+    losses = {}
+    for contender in contenders:
+        before = jax.tree.leaves(eqx.filter(contender.state, eqx.is_array))
+        start = time.perf_counter()
+        out = contender.run(contender.steps_a_call)
+        contender.first_call_seconds = time.perf_counter() - start
+        # A key that comes out as it went in may be handed through instead.
+        kept = [leaf for leaf in before if not leaf.is_deleted() and leaf.dtype == jnp.float32]
+        if kept:
+            raise RuntimeError(f"`{contender.name}` must donate. Got {len(kept)} arrays kept.")
+        if contender.steps_a_call < RUN:
+            out = contender.run(RUN - contender.steps_a_call)
+        losses[contender.name] = contender.loss(out)
+    if not np.allclose(list(losses.values()), losses["raw"], rtol=1e-3, atol=0):
+        raise RuntimeError(f"Every contender must take the same step. Got the losses {losses}.")
+    return losses["raw"]
+
+
+def measure(contenders: list[Contender], rounds: int, calls: int, num_steps: int) -> None:
+    order = list(contenders)
+    shuffle = random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for contender in order:
+            gc.collect()
+            gc.disable()
+            few = calls if contender.steps_a_call == 1 else 3
+            contender.dispatch.append(contender.measure_dispatch(few))
+            contender.whole.append(contender.measure_whole(num_steps))
+            gc.enable()
+
+
+def spread(values: list[float], digits: int = 2) -> dict[str, float]:
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": round(median, digits), "q1": round(q1, digits), "q3": round(q3, digits)}
+
+
+def ratios(contenders: list[Contender]) -> dict[str, dict[str, dict[str, float]]]:
+    """The median over rounds of the ratios within a round, for both figures."""
+    by_name = {contender.name: contender for contender in contenders}
+    pairs = {
+        "ours_over_raw": ("ours", "raw"),
+        "ours_over_raw_typed_key": ("ours", "raw_typed_key"),
+        "ours_guard_over_raw": ("ours_guard", "raw"),
+        "ours_guard_over_ours": ("ours_guard", "ours"),
+        "filter_jit_over_ours": ("filter_jit", "ours"),
+        "filter_jit_over_raw": ("filter_jit", "raw"),
+        "torch_over_ours": ("torch", "ours"),
+        "ours_over_ours_repeat": ("ours", "ours_repeat"),
+        "torch_over_ours_repeat": ("torch", "ours_repeat"),
+    }
+    result: dict[str, dict[str, dict[str, float]]] = {"dispatch": {}, "step": {}}
+    for name, (above, below) in pairs.items():
+        if above in by_name and below in by_name:
+            a, b = by_name[above], by_name[below]
+            for figure, tops, bottoms in (
+                ("dispatch", a.dispatch, b.dispatch),
+                ("step", a.whole, b.whole),
+            ):
+                paired = [top / bottom for top, bottom in zip(tops, bottoms, strict=True)]
+                result[figure][name] = spread(paired, 3)
+    return result
+
+
+def print_table(results: dict[int, list[dict[str, Any]]]) -> None:
+    header = ["leaves", "contender", "dispatch us", "quartiles", "step us", "quartiles", "first s"]
+    rows = []
+    for leaves, lines in results.items():
+        for line in lines:
+            dispatch, whole = line["dispatch_us"], line["step_us"]
+            rows.append(
+                [
+                    str(leaves),
+                    line["contender"] + (f" ({line['note']})" if line["note"] else ""),
+                    f"{dispatch['median']:,.1f}",
+                    f"{dispatch['q1']:,.1f} - {dispatch['q3']:,.1f}",
+                    f"{whole['median']:,.1f}",
+                    f"{whole['q1']:,.1f} - {whole['q3']:,.1f}",
+                    f"{line['first_call_seconds']:.2f}",
+                ]
+            )
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for row in [header, *rows]:
+            cells = [
+                cell.ljust(width) if index == 1 else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            print("  ".join(cells).rstrip())
+        return
+    table = Table(title="Microseconds a step: median over rounds")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index == 1 else "right")
+    for index, row in enumerate(rows):
+        last = index + 1 == len(rows) or rows[index + 1][0] != row[0]
+        table.add_row(*row, end_section=last)
+    console = Console()
+    # A table that is written to a file must not be folded to the width of a terminal.
+    (console if console.is_terminal else Console(width=110)).print(table)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--calls", type=int, default=20, help="timed calls a round, for `dispatch`")
+    parser.add_argument("--steps", type=int, default=100, help="steps a round, for `step`")
+    parser.add_argument(
+        "--leaves", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="sizes to measure"
+    )
+    parser.add_argument("--quick", action="store_true", help="8 rounds, for a look only")
+    args = parser.parse_args()
+    if args.steps % RUN:
+        parser.error(f"`--steps` must be a multiple of {RUN}. Got {args.steps}. Try {RUN * 2}.")
+    if args.rounds < 2 or args.calls < 1:
+        parser.error(f"Quartiles need 2 rounds of a call. Got {args.rounds} and {args.calls}.")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    rounds = 8 if args.quick else args.rounds
+    started = time.perf_counter()
+    results: dict[int, list[dict[str, Any]]] = {}
+    compared, losses = {}, {}
+    for leaves in args.leaves:
+        contenders = make_contenders(leaves)
+        losses[leaves] = compile_and_check(contenders)
+        measure(contenders, rounds, args.calls, args.steps)
+        compared[leaves] = ratios(contenders)
+        results[leaves] = [
+            {
+                "benchmark": "dispatch",
+                "leaves": leaves,
+                "contender": contender.name,
+                "note": contender.note,
+                "dispatch_us": spread(contender.dispatch),
+                "step_us": spread(contender.whole),
+                "first_call_seconds": round(contender.first_call_seconds, 3),
+            }
+            for contender in contenders
+        ]
+        print(f"{leaves} leaves measured after {time.perf_counter() - started:.0f} s", flush=True)
+        del contenders
+        jax.clear_caches()
+    print_table(results)
+    for lines in results.values():
+        for line in lines:
+            print(json.dumps(line))
+    goals: dict[str, bool] = {
+        f"ours_over_raw <= {MOST_OVER_RAW} at {leaves}": (
+            compared[leaves]["dispatch"]["ours_over_raw"]["median"] <= MOST_OVER_RAW
+        )
+        for leaves in args.leaves
+    }
+    if 369 in compared:
+        over = compared[369]["dispatch"]["filter_jit_over_ours"]["median"]
+        goals[f"filter_jit_over_ours >= {LEAST_OVER_FILTER_JIT:g} at 369"] = (
+            over >= LEAST_OVER_FILTER_JIT
+        )
+    final = {
+        "benchmark": "dispatch",
+        "ratios": compared,
+        "goals": goals,
+        "loss_after_50_steps": losses,
+        "rounds": rounds,
+        "calls": args.calls,
+        "steps": args.steps,
+        "load_average": round(os.getloadavg()[0], 2),
+        "seconds": round(time.perf_counter() - started, 1),
+        **environment(),
+    }
+    print(json.dumps(final))
+
+
+if __name__ == "__main__":
+    main()
