@@ -175,9 +175,9 @@ def dropout(
     and neighbouring elements independent, and each bit of key and index to flip half of the hash's
     bits. Of the diehard, STS and rgb tests of dieharder 3.31, on the hashes for keys 0, 1, 2, ...,
     105 passed and 1 was "weak" with 4,096 elements a key, 89 and 1 with one element a key (as many
-    as by chance); none failed. Its dab tests, TestU01 and PractRand were not run. For one key
-    the hash is one to one, so no two elements of an example have the same 32 bits, which a mask of
-    less than 2**30 elements does not show. It is no cryptographic generator.
+    as by chance); none failed. Its dab tests but one, TestU01 and PractRand were not run. For one
+    key the hash is one to one, so the number kept of n elements has 1 - n / 2**32 times the
+    variance that it would have if they were independent. It is no cryptographic generator.
 
     **Reference:** https://nullprogram.com/blog/2018/07/31/
 

@@ -10,9 +10,65 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .loader import Resumable
 
-def stack(batches: Iterable[PyTree], num_batches: int) -> Iterator[PyTree]:
+
+class Stacked(Iterator[PyTree]):
+    """Stacks of batches, with the position behind the last of them."""
+
+    def __init__(self, batches: Iterator[PyTree], num_batches: int) -> None:
+        self._batches = batches
+        self._num_batches = num_batches
+
+    @property
+    def position(self) -> Any:
+        return getattr(self._batches, "position", None)
+
+    def __next__(self) -> PyTree:
+        group = list(itertools.islice(self._batches, self._num_batches))
+        if not group:
+            raise StopIteration
+        if len(group) < self._num_batches:
+            raise ValueError(
+                f"`stack` takes a number of batches that {self._num_batches} divides. "
+                f"Got {len(group)} left over at the end. Choose `epochs` or `num_batches` so that "
+                "they come out even."
+            )
+        return jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *group)
+
+
+class ResumableStacks:
+    """Stacks from a loader, which a loop and `prefetch` move as they would the loader itself."""
+
+    def __init__(self, batches: Resumable, num_batches: int) -> None:
+        self._batches = batches
+        self._num_batches = num_batches
+
+    @property
+    def position(self) -> int:
+        return self._batches.position
+
+    def begin(self) -> Stacked:
+        return Stacked(self._batches.begin(), self._num_batches)
+
+    def handed_out(self, position: int) -> None:
+        self._batches.handed_out(position)
+
+    def finish(self) -> None:
+        self._batches.finish()
+
+    def __iter__(self) -> Iterator[PyTree]:
+        stacks = self.begin()
+        for stacked in stacks:
+            self.handed_out(stacks.position)
+            yield stacked
+        self.finish()
+
+
+def stack(batches: Iterable[PyTree], num_batches: int) -> Iterable[PyTree]:
     """Stacks every `num_batches` batches along a new leading dim, as `et.repeat` takes them.
+
+    The position of a `Loader` moves as stacks are handed out, also through `prefetch`.
 
     **Raises:** `ValueError` at the end if the batches do not come out even: what is left over would
     be trained on by no step. Choose `epochs` so that they do.
@@ -25,16 +81,6 @@ def stack(batches: Iterable[PyTree], num_batches: int) -> Iterator[PyTree]:
     """
     if num_batches < 1:
         raise ValueError(f"`stack` joins 1 batch or more. Got {num_batches}. Use that of `repeat`.")
-    iterator = iter(batches)
-    while group := list(itertools.islice(iterator, num_batches)):
-        if len(group) < num_batches:
-            raise ValueError(
-                f"`stack` takes a number of batches that {num_batches} divides. "
-                f"Got {len(group)} left over at the end. Choose `epochs` or `num_batches` so that "
-                "they come out even."
-            )
-        yield jax.tree.map(_stack, *group)
-
-
-def _stack(*leaves: Any) -> np.ndarray:
-    return np.stack([np.asarray(leaf) for leaf in leaves])
+    if isinstance(batches, Resumable):
+        return ResumableStacks(batches, num_batches)
+    return Stacked(iter(batches), num_batches)

@@ -1,0 +1,41 @@
+"""Batches stacked for `repeat` keep the loader's position."""
+
+import numpy as np
+import pytest
+
+from eqtrain.data import Loader, prefetch, stack
+
+
+def make_loader(rows: int = 24) -> Loader:
+    return Loader({"id": np.arange(rows)}, batch_size=2, seed=3, epochs=1)
+
+
+def ids(batches) -> list[int]:
+    return [int(i) for batch in batches for i in np.asarray(batch["id"]).reshape(-1)]
+
+
+def test_stacks_hold_the_rows_in_the_loaders_order():
+    stacks = list(stack(make_loader(), 3))
+    assert [stacked["id"].shape for stacked in stacks] == [(3, 2)] * 4
+    assert ids(stacks) == ids(make_loader().iterate())
+    assert sorted(ids(stacks)) == list(range(24))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_position_counts_what_was_handed_out(ahead: bool):
+    loader = make_loader()
+    stacks = stack(loader, 3)
+    batches = iter(prefetch(stacks, depth=2) if ahead else stacks)
+    first = next(batches)
+    assert loader.position == 6  # not the 18 that may have been read ahead
+    if ahead:
+        batches.close()
+    rest = ids(stack(loader, 3))
+    assert ids([first]) + rest == ids(make_loader().iterate())
+
+
+def test_stacks_that_do_not_come_out_even_are_refused():
+    with pytest.raises(ValueError, match=r"divides\. Got 2 left over"):
+        list(stack(make_loader(), 5))
+    with pytest.raises(ValueError, match="1 batch or more"):
+        stack(make_loader(), 0)
