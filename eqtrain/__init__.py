@@ -31,6 +31,7 @@ from .sharding.placement import replicate as replicate
 from .sharding.placement import rules as rules
 from .state import TrainState as TrainState
 from .state import UsedStateError as UsedStateError
+from .step import NonFiniteError as NonFiniteError
 from .step import Step as Step
 from .transforms.accumulate import accumulate as accumulate
 from .transforms.compile import donate as donate
@@ -38,7 +39,6 @@ from .transforms.compile import jit as jit
 from .transforms.ema import ema as ema
 from .transforms.evaluate import Evaluation as Evaluation
 from .transforms.evaluate import evaluate as evaluate
-from .transforms.guard import NonFiniteError as NonFiniteError
 from .transforms.guard import guard as guard
 from .transforms.precision import precision as precision
 from .transforms.remat import remat as remat

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
@@ -54,16 +55,26 @@ def init_state(
     def run(consts: list[Any], key: Array) -> list[Array]:
         return jax.core.eval_jaxpr(closed.jaxpr, consts, key)
 
+    consts = closed.consts
     if layout is not None:
         key = jax.device_put(key, layout.sharding(P()))
-    leaves = jax.jit(run, out_shardings=None if layout is None else list(shardings))(
-        closed.consts, key
-    )
+        consts = [_movable(const, layout) for const in consts]
+    leaves = jax.jit(run, out_shardings=None if layout is None else list(shardings))(consts, key)
     avals = tuple(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
     )
     return TrainState(tuple(leaves), Structure(treedef, static, names, avals), fresh=True)
+
+
+def _movable(const: Any, layout: Layout) -> Any:
+    """An array that `make` closed over, where jit may move it to the devices of the mesh."""
+    if not (isinstance(const, jax.Array) and const.committed):
+        return const
+    if jnp.issubdtype(const.dtype, jax.dtypes.extended):
+        return jax.device_put(const, layout.sharding(P()))
+    # From the host each device is sent its shard alone.
+    return np.asarray(const)
 
 
 def _model_and_state(made: Any) -> tuple[PyTree, PyTree]:

@@ -51,7 +51,6 @@ class Level:
     """What all levels share: what they wrap, and the chain of transforms that made them."""
 
     name: ClassVar[str]
-    takers: ClassVar[str]
     chain: tuple[Link, ...] = ()
     wrapped: Callable[..., Any]
 
@@ -73,7 +72,6 @@ class Loss(Level):
     """`(model, state, batch, key) -> (loss, state, metrics)`."""
 
     name: ClassVar[str] = "Loss"
-    takers: ClassVar[str] = "precision, remat, accumulate, shard, update, evaluate"
     function: Callable[[PyTree, PyTree, PyTree, Any], Any]
     compute_dtype: Any = None
     loss_scaling: LossScaling | None = None
@@ -91,7 +89,6 @@ class Contribute(Level):
     """
 
     name: ClassVar[str] = "Contribute"
-    takers: ClassVar[str] = "accumulate, shard, update, evaluate"
     contribute: Callable[[PyTree, PyTree, PyTree, Any, Objective], Contribution]
     count: Callable[[PyTree, PyTree, PyTree, Any], tuple[tuple[Array, ...], PyTree]]
     compute_dtype: Any = None

@@ -17,7 +17,7 @@ from .compiled import Compiled, check_donated, same_structure
 from .inspect import Inspection, inspect_compiled
 from .levels import Level
 from .state import Structure, TrainState
-from .step import Step
+from .step import NonFiniteError, Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +25,6 @@ class Program(Level):
     """`(TrainState, batch) -> (TrainState, metrics)`, compiled. Made by `et.jit` or `et.donate`."""
 
     name: ClassVar[str] = "Program"
-    takers: ClassVar[str] = "none"
     step: Step
     donates: bool
     compiled: Compiled
@@ -81,7 +80,8 @@ class Program(Level):
             if error is not None:
                 self._pending.clear()
                 error.add_note(f"It was call {call} of `{self.compiled.name}`.")
-                error.state = ts  # type: ignore[attr-defined]
+                if isinstance(error, NonFiniteError) and ts is not None:
+                    error.state = self.step.recover(ts)
                 raise error
 
     @property

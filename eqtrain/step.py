@@ -19,6 +19,15 @@ from .sharding.placement import Layout
 from .state import Parts, TrainState
 
 
+class NonFiniteError(FloatingPointError):
+    """The loss or the gradients of a step were not finite.
+
+    `state` is the TrainState from before the failure; training can go on from it.
+    """
+
+    state: TrainState | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a step says of itself.
@@ -48,8 +57,9 @@ class Layer:
     rank: int
     begin: Callable[[Parts], Parts]
     wrap: Callable[[Advance], Advance]
-    # Turns an alarm of a step on the host into the error to raise, or None.
+    # On the host: the error that an alarm stands for, or None; and what to go on from after it.
     judge: Callable[[int], Exception | None] | None = None
+    recover: Callable[[Parts], Parts] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +67,6 @@ class Step(Level):
     """`(TrainState, batch) -> (TrainState, metrics)`. Runs as it is, or compiled by `donate`."""
 
     name: ClassVar[str] = "Step"
-    takers: ClassVar[str] = "ema, guard, repeat, jit, donate"
     begin: Callable[[PyTree, PyTree, Array], Parts]
     advance: Advance
     layout: Layout | None
@@ -107,10 +116,16 @@ class Step(Level):
 
     def judge(self, alarm: int) -> Exception | None:
         """The error that an alarm stands for, if any."""
+        errors = [layer.judge(alarm) for layer in self.layers if layer.judge is not None]
+        return next((error for error in errors if error is not None), None)
+
+    def recover(self, ts: TrainState) -> TrainState:
+        """The TrainState to go on from after an error."""
+        parts = ts.parts
         for layer in self.layers:
-            if layer.judge is not None:
-                return layer.judge(alarm)
-        return None
+            if layer.recover is not None:
+                parts = layer.recover(parts)
+        return ts.replace(extra=parts.extra)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         parts, metrics, _ = self.run(ts.parts, batch)

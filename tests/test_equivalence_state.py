@@ -198,14 +198,14 @@ def make_counting(key: Array) -> Any:
 @pytest.mark.parametrize(
     ("order", "largest"),
     [
-        # Device 0 has 1, 0, 2, 1 and device 1 has 0, 5, 4, 3: the average of 2 and 5.
-        (ORDERS[0], 3.5),
-        # Averaged after 1, 0 | 0, 5, as 3, and again after 2, 1 | 4, 3: of 3 and 4.
-        (ORDERS[1], 3.5),
+        # Device 0 has 1, 0, 2, 1 and device 1 has 0, 5, 6, 3: the average of 2 and 6.
+        (ORDERS[0], 4.0),
+        # Averaged after 1, 0 | 0, 5, as 3, and again after 2, 1 | 6, 3: of 3 and 6.
+        (ORDERS[1], 4.5),
     ],
 )
 def test_state_that_is_not_joined_comes_out_as_the_average(order: str, largest: float):
-    batch = {"x": np.array([1, 0, 2, 1, 0, 5, 4, 3], np.float32)}
+    batch = {"x": np.array([1, 0, 2, 1, 0, 5, 6, 3], np.float32)}
     ts = run(chain(counting_loss, 2, 2, order, "replicate"), make_counting, [batch])
     assert same_everywhere(ts.state)
     assert float(ts.state["largest"]) == largest

@@ -21,7 +21,6 @@ class Evaluation(Level):
     """`(TrainState, batch) -> metrics`, compiled. Leaves the TrainState as it is."""
 
     name: ClassVar[str] = "Evaluation"
-    takers: ClassVar[str] = "none"
     compiled: Compiled
 
     def __call__(self, ts: TrainState, batch: PyTree) -> dict[str, PyTree]:

@@ -12,16 +12,7 @@ from jaxtyping import PyTree
 from ..levels import Link, once
 from ..metrics import Sum, map_metrics
 from ..state import Parts
-from ..step import Advance, Layer, Outcome, Step, as_step, keep
-
-
-class NonFiniteError(FloatingPointError):
-    """The loss or the gradients of a step were not finite.
-
-    `state` is the TrainState from before the failure; training can go on from it.
-    """
-
-    state: Any = None
+from ..step import Advance, Layer, NonFiniteError, Outcome, Step, as_step, keep
 
 
 def guard(
@@ -89,7 +80,7 @@ def guard(
             step,
             chain=(*step.chain, Link(source, Step)),
             wrapped=given,
-            layers=(*step.layers, Layer(rank=1, begin=begin, wrap=wrap, judge=judge)),
+            layers=(*step.layers, Layer(1, begin, wrap, judge, _recover)),
         )
 
     return transform if given is None else transform(given)
@@ -127,6 +118,13 @@ def _guarded(
     metrics["skipped"] = Sum(bad.astype(jnp.int32))
     kept = dataclasses.replace(kept, extra=extra)
     return kept, dataclasses.replace(outcome, metrics=metrics, alarm=in_a_row)
+
+
+def _recover(parts: Parts) -> Parts:
+    """Lets steps be taken again after an error."""
+    counts = parts.extra["guard"]
+    counts = {**counts, "in_a_row": jnp.zeros_like(counts["in_a_row"])}
+    return dataclasses.replace(parts, extra={**parts.extra, "guard": counts})
 
 
 def _judge(alarm: int, nonfinite: str, max_consecutive: int) -> Exception | None:

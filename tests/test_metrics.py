@@ -1,0 +1,245 @@
+"""Metrics are commutative monoids, divided once, and read off the devices in one transfer."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqtrain as et
+
+# `mean`
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "total", "count"),
+    [
+        ([[1, 2], [3, 4]], None, 10, 4),
+        ([[1, 2], [3, 4]], [True, False], 3, 2),  # a row counts for all its tokens
+        ([[1, 2], [3, 4]], [[True, False], [True, True]], 8, 3),
+        ([[1, 2], [3, 4]], [0.5, 2], 1.5 + 14, 5),
+        ([[1, 2], [3, 4]], 3, 30, 12),  # no dims are a prefix as well
+        ([True, False, True], None, 2, 3),
+        (3.0, None, 3, 1),
+        ([5.0, 6.0], [0, 0], 0, 0),
+        ([], None, 0, 0),
+    ],
+)
+def test_mean_is_weighted_by_a_prefix(values, where, total, count):
+    mean = et.mean(jnp.asarray(values), where=None if where is None else jnp.asarray(where))
+    assert (float(mean.total), float(mean.count)) == (total, count)
+    assert float(mean) == (total / count if count else pytest.approx(math.nan, nan_ok=True))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [[True, False, True], [1, 0, 1], [0.5, 0.0, 0.5]])
+def test_masked_value_has_no_part_and_a_gradient_of_zero(bad, where):
+    values, weight = jnp.asarray([1.0, bad, 3.0]), jnp.asarray(where)
+    assert float(et.mean(values, where=weight)) == 2
+
+    grad = jax.grad(lambda values: et.mean(values, where=weight).value)(values)
+    assert grad.tolist() == [0.5, 0, 0.5]
+    # Negative control: multiplied before it is selected, the mask gives NaN.
+    assert np.isnan((values * weight.astype(jnp.float32)).sum())
+
+
+def test_mean_of_nothing_adds_nothing_to_a_loss():
+    empty, full = et.mean(jnp.ones(2), where=jnp.zeros(2)), et.mean(jnp.full(2, 3.0))
+    assert np.isnan(float(empty))
+    assert float(full + 10 * empty) == 3
+    grad = jax.grad(lambda x: (et.mean(x) + et.mean(x, where=jnp.zeros(2))).value)(jnp.ones(2))
+    assert grad.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8, jnp.bool_])
+def test_sums_are_kept_in_float32(dtype):
+    mean = et.mean(jnp.ones(3001, dtype), where=jnp.ones(3001, dtype))
+    assert mean.total.dtype == mean.count.dtype == jnp.float32
+    assert (float(mean.total), float(mean.count)) == (3001, 3001)
+
+
+def test_float64_stays():
+    with jax.enable_x64(True):
+        mean = et.mean(jnp.asarray([1.0, 2.0]))
+        assert mean.total.dtype == mean.count.dtype == jnp.float64
+
+
+# The laws. Small integers are exact in float32, so all of this is equality.
+
+TOTALS, COUNTS = [3.0, -1.0, 0.0], [2.0, 5.0, 0.0]
+
+
+def f32(x: Any) -> Any:
+    return jnp.asarray(x, jnp.float32)
+
+
+KINDS = {
+    "mean": [et.Mean(f32(total), f32(count)) for total, count in zip(TOTALS, COUNTS, strict=True)],
+    "sum": [et.Sum(jnp.asarray(total)) for total in (3, -1, 0)],
+    "max": [et.Max(f32(total)) for total in TOTALS],
+    "min": [et.Min(f32(total)) for total in TOTALS],
+    "integer_max": [et.Max(jnp.asarray(total)) for total in (3, -1, 0)],
+    "integer_min": [et.Min(jnp.asarray(total, jnp.uint8)) for total in (3, 1, 0)],
+    "vector": [et.Sum(f32([total, 1])) for total in TOTALS],
+    "combination": [
+        2.0 * et.Mean(f32(total), f32(count)) + et.Mean(f32(count), f32(7))
+        for total, count in zip(TOTALS, COUNTS, strict=True)
+    ],
+}
+
+
+def equal(a: Any, b: Any) -> bool:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    return all(
+        x.dtype == y.dtype and np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.mark.parametrize("parts", KINDS.values(), ids=KINDS.keys())
+def test_metrics_are_commutative_monoids(parts):
+    for a, b, c in itertools.product(parts, repeat=3):
+        assert equal(a.merge(b), b.merge(a))
+        assert equal(a.merge(b).merge(c), a.merge(b.merge(c)))
+    for a in parts:
+        assert equal(a.merge(a.neutral()), a) and equal(a.neutral().merge(a), a)
+
+
+@pytest.mark.parametrize("parts", KINDS.values(), ids=KINDS.keys())
+def test_collapse_merges_what_is_stacked(parts):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    merged = functools.reduce(lambda a, b: a.merge(b), parts)
+    assert equal(stacked.collapse(), merged)
+    assert equal(et.collapse({"a": {"b": stacked}})["a"]["b"], merged)
+    on_host = et.merge(*({"a": part} for part in parts))["a"]
+    for a, b in zip(jax.tree.leaves(on_host), jax.tree.leaves(merged), strict=True):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("parts", KINDS.values(), ids=KINDS.keys())
+def test_metrics_are_pytrees_under_jit_and_scan(parts):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    merged = functools.reduce(lambda a, b: a.merge(b), parts)
+    last, _ = jax.lax.scan(lambda a, b: (a.merge(b), None), parts[0].neutral(), stacked)
+    assert equal(last, merged)
+    assert equal(jax.jit(lambda a, b, c: a.merge(b).merge(c))(*parts), merged)
+
+
+# The algebra of losses.
+
+A, B = et.Mean(f32(6), f32(4)), et.Mean(f32(5), f32(2))  # 1.5 and 2.5
+
+
+@pytest.mark.parametrize(
+    ("loss", "value"),
+    [
+        (A + B, 4.0),
+        (B - A, 1.0),
+        (-A, -1.5),
+        (2 * A, 3.0),
+        (A * 2.0, 3.0),
+        (A / 4, 0.375),
+        (A + 1, 2.5),
+        (1 + A, 2.5),
+        (A - 1, 0.5),
+        (1 - A, -0.5),
+        (A + jnp.asarray(1.0), 2.5),
+        (jnp.asarray(2.0) * A, 3.0),
+        (jnp.asarray(1.0) + A, 2.5),
+        (jnp.asarray(1.0) - A, -0.5),
+        (np.float32(2) * A, 3.0),
+        ((A + B) * 2, 8.0),
+        ((A + B) / 2, 2.0),
+        (-(A + B), -4.0),
+        ((A + 1) - (B + 1), -1.0),
+        (1 - (A + B), -3.0),
+        ((A + 3) * 2, 9.0),
+        (sum([A, B]), 4.0),
+        (A + (B + 1), 5.0),
+    ],
+    ids=str,
+)
+def test_losses_form_linear_combinations(loss, value):
+    assert float(loss) == value
+
+
+def test_terms_keep_their_own_denominators():
+    one = 2.0 * et.Mean(f32(1), f32(1)) + et.Mean(f32(4), f32(2))
+    other = 2.0 * et.Mean(f32(9), f32(4)) + et.Mean(f32(0), f32(6))
+    assert float(one.merge(other)) == 2 * 10 / 5 + 4 / 8
+    assert (float(one) + float(other)) / 2 != float(one.merge(other))  # negative control
+
+
+# Reading.
+
+
+def test_fetch_is_one_transfer(monkeypatch):
+    calls = []
+    device_get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: calls.append(x) or device_get(x))
+    metrics = {"a": A, "b": {"c": et.Max(f32([1, 2])), "d": A + B}, "e": et.Sum(jnp.asarray(3))}
+    read = et.fetch(metrics)
+    assert len(calls) == 1
+    assert read["a"] == 1.5 and type(read["a"]) is float
+    assert read["b"]["c"].tolist() == [1, 2] and isinstance(read["b"]["c"], np.ndarray)
+    assert read["b"]["d"] == 4 and read["e"] == 3
+    assert et.fetch(A) == 1.5
+
+
+def test_merge_is_one_transfer(monkeypatch):
+    calls = []
+    device_get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: calls.append(x) or device_get(x))
+    merged = et.merge(*[{"a": A, "b": et.Max(f32(i))} for i in range(10)])
+    assert len(calls) == 1
+    assert et.fetch(merged) == {"a": 1.5, "b": 9}
+
+
+def test_metric_as_a_number():
+    assert f"{A:.2f}" == "1.50" and float(B) == 2.5
+    assert np.asarray(A) == 1.5 and np.asarray(et.Max(f32([1, 2]))).tolist() == [1, 2]
+    assert np.asarray(A, dtype=np.float16).dtype == np.float16
+
+
+# Case 54 and counts that float32 cannot hold.
+
+
+def test_short_last_batch_counts_for_what_it_holds():
+    batches = [(0.7, 256), (0.8, 256), (0.9, 10)]
+    parts = [et.Mean(f32(accuracy * rows), f32(rows)) for accuracy, rows in batches]
+    # The totals are rounded to float32 before they are merged.
+    assert et.fetch(et.merge(*parts)) == pytest.approx(393 / 522, rel=1e-7)
+    assert 393 / 522 == pytest.approx(0.7528735632, rel=1e-9)
+    assert np.mean([accuracy for accuracy, _ in batches]) == pytest.approx(0.8)
+
+
+def test_merge_counts_beyond_what_float32_holds():
+    big, one = et.Mean(f32(2**24), f32(2**24)), et.Mean(f32(1), f32(1))
+    merged = et.merge(big, one, one, one)
+    assert merged.count == 2**24 + 3 and merged.total.dtype == np.float64
+    on_device = functools.reduce(lambda a, b: a.merge(b), [big, one, one, one])
+    assert float(on_device.count) == 2**24  # negative control
+
+
+def test_merge_of_integers_does_not_wrap_around():
+    tokens = et.Sum(jnp.asarray(2**30))
+    assert et.fetch(et.merge(tokens, tokens, tokens)) == 3 * 2**30
+    seen = et.Sum(jnp.asarray([2**30, 1]))
+    assert et.fetch(et.merge(seen, seen, seen)).tolist() == [3 * 2**30, 3]
+    small = et.Sum(jnp.asarray(200, jnp.uint8))
+    assert et.fetch(et.merge(small, small)) == 400
+
+
+def test_merge_keeps_extremes_exact():
+    top = et.Max(jnp.asarray(2**31 - 1))
+    assert et.fetch(et.merge(top, et.Max(jnp.asarray(5)))) == 2**31 - 1
+    assert et.fetch(et.merge(et.Min(f32(1)), et.Min(f32(-np.inf)))) == -np.inf
+
+
+def test_merge_of_different_metrics_is_refused():
+    with pytest.raises(ValueError):
+        et.merge({"a": A}, {"b": A})
