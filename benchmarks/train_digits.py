@@ -119,14 +119,15 @@ def fit(
     loader = et.data.Loader(train, args.batch_size, seed=args.seed)
     window: list[Any] = []
     with et.data.prefetch(loader, train_step.batch_sharding) as batches:
-        for step, batch in zip(range(1, args.steps + 1), batches, strict=False):
-            if step == 1:
-                start = time.perf_counter()
-                ts, metrics = train_step(ts, batch)
-                jax.block_until_ready(ts.leaves)
-                seconds["compile_seconds"] = time.perf_counter() - start
-                timed = time.perf_counter()
-            else:
+        batch = next(batches)
+        start = time.perf_counter()
+        ts, metrics = train_step(ts, batch)
+        jax.block_until_ready(ts.leaves)
+        seconds["compile_seconds"] = time.perf_counter() - start
+        start = time.perf_counter()
+        for step in range(1, args.steps + 1):
+            if step > 1:
+                batch = next(batches)
                 ts, metrics = train_step(ts, batch)
             window.append(metrics)
             if step % args.log_every == 0 or step == args.steps:
@@ -135,7 +136,7 @@ def fit(
                 show(step, logged)
                 window.clear()
         jax.block_until_ready(ts.leaves)
-        train_seconds = time.perf_counter() - timed
+        train_seconds = time.perf_counter() - start
     train_step.check(ts)
     tested = test_metrics(ts)
     write({"step": args.steps, **{f"test_{name}": value for name, value in tested.items()}})
