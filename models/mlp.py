@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 import eqtrain as et
 
@@ -51,7 +51,7 @@ class MLP(eqx.Module):
         self.dropout = dropout
 
     def __call__(
-        self, x: Float[Array, "batch in"], *, key: PRNGKeyArray | None = None
+        self, x: Float[Array, "batch in"], *, key: Key[Array, " batch"] | None = None
     ) -> Float[Array, "batch out"]:
         """Takes one key an example, or None for no dropout."""
         for index, layer in enumerate(self.layers[:-1]):
