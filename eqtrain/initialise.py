@@ -59,7 +59,14 @@ def init_state(
     if layout is not None:
         key = jax.device_put(key, layout.sharding(P()))
         consts = [_movable(const, layout) for const in consts]
-    leaves = jax.jit(run, out_shardings=None if layout is None else list(shardings))(consts, key)
+    # Run once and never again: on a CPU, optimising the random numbers of every leaf by LLVM takes
+    # seconds, three to five times as long as this. The numbers differ in their last bit by it.
+    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    leaves = jax.jit(
+        run,
+        out_shardings=None if layout is None else list(shardings),
+        compiler_options=quick,
+    )(consts, key)
     avals = tuple(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
