@@ -150,10 +150,10 @@ def loss_of(model: eqx.nn.MLP, batch: Batch) -> Float[Array, ""]:
     return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
 
-def raw(name: str, num_layers: int, batch: Batch, typed_key: bool) -> Contender:
+def raw(name: str, model: eqx.nn.MLP, batch: Batch, typed_key: bool) -> Contender:
     """What someone writes who wants nothing between them and the compiled step."""
     optimizer = optax.adam(LEARNING_RATE)
-    params, static = eqx.partition(make_model(num_layers), eqx.is_array)
+    params, static = eqx.partition(model, eqx.is_array)
     key = jax.random.key(2)
     key = key if typed_key else jax.random.key_data(key)
     first = (params, optimizer.init(params), key, jnp.zeros((), jnp.int32))
@@ -171,10 +171,11 @@ def raw(name: str, num_layers: int, batch: Batch, typed_key: bool) -> Contender:
     return Contender(name, lambda s: jitted(s, batch), tuple(leaves), lambda out: [float(out[0])])
 
 
-def filter_jit(num_layers: int, batch: Batch) -> Contender:
+def filter_jit(model: eqx.nn.MLP, batch: Batch) -> Contender:
     """The step of Equinox's examples, donated."""
     optimizer = optax.adam(LEARNING_RATE)
-    model = make_model(num_layers)
+    # Its buffers are given away with the first call.
+    model = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, model)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit(donate="all-except-first")
@@ -190,12 +191,12 @@ def filter_jit(num_layers: int, batch: Batch) -> Contender:
     )
 
 
-def ours(name: str, num_layers: int, batch: Batch, *transforms: Any) -> Contender:
+def ours(name: str, model: eqx.nn.MLP, batch: Batch, *transforms: Any) -> Contender:
     def loss(model: eqx.nn.MLP, state: None, batch: Batch, key: Array) -> Any:
         return et.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2), state, {}
 
     program = et.pipe(loss, et.update(optax.adam(LEARNING_RATE)), *transforms, et.donate)
-    ts = program.init(lambda key: make_model(num_layers), key=jax.random.key(2))
+    ts = program.init(lambda key: model, key=jax.random.key(2))
     return Contender(
         name,
         lambda s: program(s, batch),
@@ -204,20 +205,19 @@ def ours(name: str, num_layers: int, batch: Batch, *transforms: Any) -> Contende
     )
 
 
-def ours_repeat(num_layers: int, batch: Batch) -> Contender:
+def ours_repeat(model: eqx.nn.MLP, batch: Batch) -> Contender:
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * RUN), batch)
-    contender = ours("ours_repeat", num_layers, stacked, et.repeat(RUN))
+    contender = ours("ours_repeat", model, stacked, et.repeat(RUN))
     return dataclasses.replace(contender, steps_a_call=RUN)
 
 
-def torch_eager(num_layers: int, batch: Batch) -> Contender | None:
+def torch_eager(model: eqx.nn.MLP, batch: Batch) -> Contender | None:
     """The fastest eager step among PyTorch's own choices; None where PyTorch is not installed."""
     try:
         import torch
     except ImportError:
         return None
 
-    model = make_model(num_layers)
     x, y = (torch.from_numpy(np.array(batch[name])) for name in ("x", "y"))
     all_threads = torch.get_num_threads()
 
@@ -265,15 +265,15 @@ def torch_eager(num_layers: int, batch: Batch) -> Contender | None:
 
 
 def make_contenders(leaves: int) -> list[Contender]:
-    num_layers, batch = SIZES[leaves], make_batch()
+    model, batch = make_model(SIZES[leaves]), make_batch()
     contenders = [
-        raw("raw", num_layers, batch, typed_key=False),
-        raw("raw_typed_key", num_layers, batch, typed_key=True),
-        filter_jit(num_layers, batch),
-        torch_eager(num_layers, batch),
-        ours("ours", num_layers, batch),
-        ours("ours_guard", num_layers, batch, et.guard(nonfinite="skip")),
-        ours_repeat(num_layers, batch),
+        raw("raw", model, batch, typed_key=False),
+        raw("raw_typed_key", model, batch, typed_key=True),
+        filter_jit(model, batch),
+        torch_eager(model, batch),
+        ours("ours", model, batch),
+        ours("ours_guard", model, batch, et.guard(nonfinite="skip")),
+        ours_repeat(model, batch),
     ]
     present = [contender for contender in contenders if contender is not None]
     for contender in present:
@@ -309,6 +309,8 @@ def compile_and_check(contenders: list[Contender]) -> None:
 def measure(contenders: list[Contender], rounds: int, calls: int, runs: int) -> None:
     order = list(contenders)
     shuffle = random.Random(0).shuffle
+    gc.collect()
+    gc.freeze()  # Or every collection goes through all that tracing left behind.
     for _ in range(rounds):
         shuffle(order)
         for contender in order:
@@ -318,6 +320,7 @@ def measure(contenders: list[Contender], rounds: int, calls: int, runs: int) -> 
             contender.dispatch.append(contender.measure_dispatch(few))
             contender.whole.append(contender.measure_whole(runs))
             gc.enable()
+    gc.unfreeze()
 
 
 def spread(values: list[float], digits: int = 2) -> dict[str, float]:

@@ -30,7 +30,10 @@ def _metric(cls: type[_M]) -> type[_M]:
 
 
 class AbstractMetric(abc.ABC):
-    """A commutative monoid: `merge` is its sum, over time, devices and batches alike."""
+    """A commutative monoid: `merge` is its sum, over time, devices and batches alike.
+
+    The fields of a metric are arrays; as a pytree it may hold anything else in their places.
+    """
 
     @property
     @abc.abstractmethod
@@ -88,8 +91,8 @@ class Mean(_Added):
     ```
     """
 
-    total: Shaped[Any, "..."]
-    count: Shaped[Any, "..."]
+    total: Any
+    count: Any
 
     @property
     def value(self) -> Any:
@@ -135,7 +138,7 @@ class Mean(_Added):
 class PerBatch(_Added):
     """A scalar in a loss: the mean over the leading dim of whichever batch it was computed from."""
 
-    scalar: Shaped[Any, ""]
+    scalar: Any
 
     @property
     def value(self) -> Any:
@@ -208,7 +211,7 @@ class Combination(_Added):
 class Sum(_Added):
     """A total over the data, such as the number of tokens seen."""
 
-    total: Shaped[Any, "..."]
+    total: Any
 
     @property
     def value(self) -> Any:
@@ -219,7 +222,7 @@ class Sum(_Added):
 class Max(AbstractMetric):
     """The largest value over the data; reduced by pmax."""
 
-    maximum: Shaped[Any, "..."]
+    maximum: Any
 
     @property
     def value(self) -> Any:
@@ -239,7 +242,7 @@ class Max(AbstractMetric):
 class Min(AbstractMetric):
     """The smallest value over the data; reduced by pmin."""
 
-    minimum: Shaped[Any, "..."]
+    minimum: Any
 
     @property
     def value(self) -> Any:

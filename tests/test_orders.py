@@ -92,6 +92,7 @@ def right_chains(names: tuple[str, ...]) -> Iterator[Chain]:
     return extend(())
 
 
+@functools.cache
 def build(chain: Chain) -> Any:
     return et.pipe(loss, *(WRITTEN[name][1] for name in chain))
 
