@@ -103,7 +103,12 @@ def batch_size(batch: PyTree) -> int:
             f"Got {found or 'no array'}. "
             "Give every array one row an example; what belongs to the whole batch is a scalar."
         )
-    return next(iter(sizes.values()))
+    rows = next(iter(sizes.values()))
+    if rows == 0:
+        raise ValueError(
+            "A batch must have a row. Got none. Drop empty batches where they are made."
+        )
+    return rows
 
 
 def loss_terms(loss: Any, batch: PyTree) -> Combination:

@@ -21,13 +21,15 @@ class Collective:
     """One collective of a compiled program.
 
     **Fields:** `kind`, as XLA calls it; `shapes` of what each device gets, as `f32[8,3]`; `bytes`
-    of those; `times` it runs in one call of the program, its loops counted in.
+    of those; `times` it runs in one call of the program, its loops counted in; `devices` that take
+    part in one.
     """
 
     kind: str
     shapes: tuple[str, ...]
     bytes: int
     times: int
+    devices: int
 
     @property
     def elements(self) -> int:
@@ -91,6 +93,9 @@ def inspect_compiled(compiled: jax.stages.Compiled) -> Inspection:
 def collectives_of(text: str) -> list[Collective]:
     """The collectives in the text of an HLO module, those in loops counted as often as they run.
 
+    Those of one device with itself, which a mesh axis of size 1 leaves, move nothing and are left
+    out.
+
     **Raises:** `ValueError` for a collective in a loop whose number of turns the text lacks.
     """
     bodies = _computations(text)
@@ -98,7 +103,8 @@ def collectives_of(text: str) -> list[Collective]:
     for name, times in _times(bodies).items():
         for line in bodies[name]:
             match = re.match(rf"(?:ROOT )?%?\S+ = (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
-            if match is None:
+            devices = _group_size(line)
+            if match is None or devices == 1:
                 continue
             if times is None:
                 raise ValueError(
@@ -108,8 +114,18 @@ def collectives_of(text: str) -> list[Collective]:
             shapes = tuple(re.findall(r"[a-z]\w*\[[\d,]*\]", match.group(1)))
             if match.group(3) and len(shapes) > 1:
                 shapes = shapes[len(shapes) // 2 :]  # a start op names its operands first
-            found.append(Collective(match.group(2), shapes, sum(map(_size, shapes)), times))
+            size = sum(map(_size, shapes))
+            found.append(Collective(match.group(2), shapes, size, times, devices))
     return found
+
+
+def _group_size(line: str) -> int:
+    """How many devices take part in a collective; 0 where the text lists none, which means all."""
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    if listed:
+        return len(listed.group(1).split(","))
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
+    return int(counted.group(1)) if counted else 0
 
 
 def _dims(shape: str) -> list[int]:

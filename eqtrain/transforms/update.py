@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -99,10 +100,13 @@ def update(
 def _advance(
     inner: Contribute, optimizer: Any, trainable: Choice, parts: Parts, batch: PyTree
 ) -> tuple[Parts, Outcome]:
-    keys = example_keys(parts.key, parts.step, jnp.arange(batch_size(batch), dtype=jnp.int32))
+    rows = batch_size(batch)
+    keys = example_keys(parts.key, parts.step, jnp.arange(rows, dtype=jnp.int32))
     mask = _trainable_mask(parts.model, trainable)
     scale = parts.extra["loss_scale"]["scale"] if inner.loss_scaling else None
-    objective = inner.objective(parts.model, parts.state, batch, keys, mask, scale)
+    # A scale is meant for the gradient of a mean, and a total's is some power of two larger.
+    applied = None if scale is None else scale * 2.0 ** -math.floor(math.log2(rows))
+    objective = inner.objective(parts.model, parts.state, batch, keys, mask, applied)
     total = inner.contribute(parts.model, parts.state, batch, keys, objective)
 
     grads = mean_grads(total, objective)
