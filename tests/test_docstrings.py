@@ -38,9 +38,7 @@ def examples_of(name: str, value: Any) -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
-TESTS = {
-    test.name: test for name, value in public(et, "et") for test in examples_of(name, value)
-}
+TESTS = {test.name: test for name, value in public(et, "et") for test in examples_of(name, value)}
 
 
 @pytest.mark.parametrize("name", TESTS)

@@ -162,7 +162,6 @@ A, B = et.Mean(f32(6), f32(4)), et.Mean(f32(5), f32(2))  # 1.5 and 2.5
         (sum([A, B]), 4.0),
         (A + (B + 1), 5.0),
     ],
-    ids=str,
 )
 def test_losses_form_linear_combinations(loss, value):
     assert float(loss) == value
@@ -222,7 +221,7 @@ def test_merge_counts_beyond_what_float32_holds():
     big, one = et.Mean(f32(2**24), f32(2**24)), et.Mean(f32(1), f32(1))
     merged = et.merge(big, one, one, one)
     assert merged.count == 2**24 + 3 and merged.total.dtype == np.float64
-    on_device = functools.reduce(lambda a, b: a.merge(b), [big, one, one, one])
+    on_device: Any = functools.reduce(lambda a, b: a.merge(b), [big, one, one, one])
     assert float(on_device.count) == 2**24  # negative control
 
 

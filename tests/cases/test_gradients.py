@@ -21,6 +21,10 @@ import eqtrain as et
 MESHES = [1, 2, 4, 8]
 
 
+def f32(x: Any) -> Any:
+    return np.asarray(x, np.float32)
+
+
 def keys(rows: int) -> Any:
     return et.example_keys(jax.random.key(0), 0, jnp.arange(rows))
 
@@ -39,7 +43,7 @@ def step(loss: Any, model: Any, batch: Any, *transforms: Any, optimizer: Any = N
     return jax.tree.map(np.asarray, ts.model), et.fetch(metrics)
 
 
-def shard(placement: Any = None, **axes: int) -> Any:
+def shard(placement: Any = None, **axes: Any) -> Any:
     return et.shard(et.mesh(**axes), batch=P(next(iter(axes))), model=placement)
 
 
@@ -48,7 +52,7 @@ def shard(placement: Any = None, **axes: int) -> Any:
 
 MODEL = {"replicated": 1.0, "split": np.arange(1.0, 9.0)}
 PLACEMENT = et.rules({"split": P("data")})
-DATA = {"d": np.float32([0, 1, 2, 3] * 2)}  # the mean of d is 1.5 on all meshes, its sum 12
+DATA = {"d": f32([0, 1, 2, 3] * 2)}  # the mean of d is 1.5 on all meshes, its sum 12
 
 
 def rowwise(model: Any, batch: Any) -> Any:
@@ -146,7 +150,7 @@ CLIP = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
 
 def gradient(size: int, **grads: Any) -> tuple[Any, Any]:
     """A model of zeros and the batch that gives it these gradients, on `size` devices."""
-    rows = {name: np.float32([grad] * size) for name, grad in grads.items()}
+    rows = {name: f32([grad] * size) for name, grad in grads.items()}
     model = {name: np.zeros_like(array[0]) for name, array in rows.items()}
     return model, {**rows, "d": np.ones(size, np.float32)}
 
@@ -219,7 +223,7 @@ FINE = 1 + 2**-8  # float32 holds it, bfloat16 does not
 def test_gradients_are_reduced_in_float32():
     batch = {"d": np.full(4, FINE, np.float32)}
     total = contribution(product, jnp.float32(0), batch, shard(data=4))
-    assert total.grads == 4.015625 and total.grads.dtype == jnp.float32
+    assert total.grads.dtype == jnp.float32 and total.grads == 4.015625
     rounded = jnp.sum(jnp.float32([FINE] * 4).astype(jnp.bfloat16), dtype=jnp.bfloat16)
     assert rounded == 4.0  # negative control
 
@@ -227,7 +231,7 @@ def test_gradients_are_reduced_in_float32():
 @pytest.mark.parametrize("inside", [True, False], ids=["inside_shard", "outside_shard"])
 def test_narrow_gradients_are_summed_in_float32(inside):
     """Gradients 256, 1, 1, ..., each exact in bfloat16, whose running sum there stays at 256."""
-    batch = {"d": np.float32([256] + 255 * [1])}
+    batch = {"d": f32([256] + 255 * [1])}
     chain = (et.precision("bfloat16"), et.accumulate(64), shard(data=4))
     chain = chain if inside else (chain[0], chain[2], chain[1])
     new, metrics = step(product, 0.0, batch, *chain)
@@ -236,7 +240,7 @@ def test_narrow_gradients_are_summed_in_float32(inside):
 
 
 def test_accumulator_of_narrow_gradients_is_float32():
-    batch = {"d": np.float32([256] + 255 * [1])}
+    batch = {"d": f32([256] + 255 * [1])}
     new, _ = step(product, 0.0, batch, et.precision("bfloat16"), et.accumulate(256))
     assert -new == 1.99609375
     assert running_sum(batch["d"], jnp.bfloat16) / 256 == 1.0  # negative control
@@ -245,14 +249,14 @@ def test_accumulator_of_narrow_gradients_is_float32():
 @pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float16])
 def test_gradients_of_narrow_params_are_summed_in_float32(stored):
     """Without `precision` the params themselves are narrow; the sums are not."""
-    values = np.float32([2048] + 255 * [1])  # float16 stops counting at 2048, bfloat16 at 256
+    values = f32([2048] + 255 * [1])  # float16 stops counting at 2048, bfloat16 at 256
 
     def loss(w: Any, state: Any, batch: Any, key: Any) -> Any:
         return et.mean(w * batch["d"].astype(w.dtype)), state, {}
 
     chain = (et.accumulate(64), shard(data=4))
     total = contribution(loss, jnp.asarray(0, stored), {"d": values}, *chain)
-    assert total.grads == 2303 and total.grads.dtype == jnp.float32
+    assert total.grads.dtype == jnp.float32 and total.grads == 2303
     assert running_sum(values, stored) != 2303  # negative control
 
 
@@ -296,3 +300,21 @@ def test_every_reduction_is_in_float32(dtype, arrange: Callable[..., Any]):
     # A leaf is gathered in the dtype that the loss would cast it to.
     gathered = {dtype for name, dtype in found if name.startswith("all_gather")}
     assert gathered == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("chain", [(et.accumulate(75),), (shard(data=4),)], ids=["time", "mesh"])
+def test_metrics_that_the_loss_computes_narrow_are_summed_wide(chain):
+    """A count in bfloat16, as `precision` casts the batch, skips numbers from 256 on."""
+
+    def counts(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        assert batch["d"].dtype == jnp.bfloat16
+        sums = batch["d"].sum()
+        return et.mean(w * batch["d"]), state, {"sum": et.Sum(sums), "mean": et.Mean(sums, sums)}
+
+    rows = np.ones(300, np.float32)
+    rows[0] = 2
+    program = et.pipe(counts, et.precision("bfloat16"), *chain, et.update(optax.sgd(1.0)), et.jit)
+    ts = program.init(lambda key: jnp.float32(0), key=jax.random.key(0))
+    _, metrics = program(ts, {"d": rows})
+    assert float(metrics["sum"].total) == 301  # 300 and 302 are bfloat16, 301 is not
+    assert float(metrics["mean"].count) == 301

@@ -87,7 +87,8 @@ def test_leaves_of_any_kind_are_carried_along(name, before, getkey):
 
 def test_moments_of_every_array_are_told_apart():
     arrays = eqx.filter(Mixed(jax.random.key(1)), eqx.is_array)
-    assert len(jax.tree.leaves(optax.adam(0.1).init(arrays)[0].mu)) == 7
+    optimizer: Any = optax.adam(0.1)
+    assert len(jax.tree.leaves(optimizer.init(arrays)[0].mu)) == 7
 
 
 # Case 32: what is frozen.
@@ -137,10 +138,10 @@ def test_frozen_gradient_is_not_in_the_norm(before):
 
 def test_masked_and_zeroed_gradients_are_told_apart():
     grads, params = {"a": jnp.float32(3), "b": jnp.float32(4)}, {"a": 0.0, "b": 0.0}
-    masked = optax.masked(optax.sgd(0.1), {"a": True, "b": False})
+    masked: Any = optax.masked(optax.sgd(0.1), {"a": True, "b": False})
     updates, _ = masked.update({"a": 1.0, "b": 1.0}, masked.init(params))
     assert updates["b"] == 1.0  # the raw gradient, which is then added
-    clip = optax.chain(
+    clip: Any = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.sgd(1.0),
         optax.masked(optax.set_to_zero(), {"a": False, "b": True}),
@@ -184,7 +185,9 @@ def init_scaled(key: Any) -> Scaled:
     return Scaled()
 
 
-@pytest.mark.parametrize("make", [decayed, lambda mask: optax.adamw(0.1, weight_decay=0.1, mask=mask)])
+@pytest.mark.parametrize(
+    "make", [decayed, lambda mask: optax.adamw(0.1, weight_decay=0.1, mask=mask)]
+)
 @pytest.mark.parametrize("mask", [DECAYS, DECAYS(Scaled())], ids=["function", "callable_module"])
 def test_only_what_is_named_decays(make, mask):
     program = make_program(nothing, make(mask))
@@ -196,7 +199,9 @@ def test_only_what_is_named_decays(make, mask):
 
 
 def test_decay_by_number_of_dims_is_told_apart():
-    program = make_program(nothing, decayed(lambda params: jax.tree.map(lambda p: p.ndim > 1, params)))
+    program = make_program(
+        nothing, decayed(lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
+    )
     ts = program.init(init_scaled, key=jax.random.key(0))
     ts, _ = program(ts, ONES)
     np.testing.assert_allclose(ts.model.norm_weight, np.full((3, 2), 0.99), rtol=1e-7)
@@ -271,7 +276,7 @@ def test_second_moment_and_count_are_wide():
     assert adam.nu.dtype == adam.mu.dtype == jnp.float32
     assert float(adam.nu) == pytest.approx(1 - 0.999**2000, abs=1e-5)
     assert 1 - 0.999**2000 == pytest.approx(0.8648, abs=1e-5)
-    assert adam.count == 2000 and adam.count.dtype == jnp.int32
+    assert adam.count.dtype == jnp.int32 and adam.count == 2000
     moment = jnp.bfloat16(0.5)  # negative control: where it stops in bfloat16
     assert jnp.bfloat16(0.999) * moment + jnp.bfloat16(0.001) * jnp.bfloat16(1) == moment
 
@@ -287,7 +292,7 @@ def test_zero_gradient_gives_an_update_of_exactly_zero(dtype, make):
 
 
 def test_adam_in_float16_is_told_apart():
-    optimizer = optax.adam(0.1)
+    optimizer: Any = optax.adam(0.1)
     w = jnp.asarray(1, jnp.float16)
     update, _ = optimizer.update(jnp.zeros_like(w), optimizer.init(w), w)
     assert np.isnan(update)

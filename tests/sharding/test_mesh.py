@@ -1,5 +1,7 @@
 """A mesh has the axes that were asked for, on the devices that were asked for."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +42,7 @@ def test_mesh_of_chosen_devices_keeps_their_order():
 
 
 def test_sizes_that_were_passed_are_left_alone():
-    axes = {"data": -1, "model": 2}
+    axes: Any = {"data": -1, "model": 2}
     et.mesh(**axes)
     assert axes == {"data": -1, "model": 2}
 

@@ -27,7 +27,7 @@ def leaves(names: str) -> dict[str, Any]:
     return {name: jnp.ones(SHAPES[name]) for name in names.split()}
 
 
-def specs(placement: Any, arrays: dict[str, Any], **axes: int) -> dict[str, P]:
+def specs(placement: Any, arrays: dict[str, Any], **axes: Any) -> dict[str, P]:
     layout = make_layout(et.mesh(**(axes or {"data": 4})), P("data"), placement)
     return dict(zip(sorted(arrays), layout.model_specs(arrays), strict=True))
 
@@ -127,7 +127,7 @@ def make(key: Any) -> dict[str, Any]:
     }
 
 
-def started(placement: Any, optimizer: Any = None, after: Any = (), **axes: int) -> et.TrainState:
+def started(placement: Any, optimizer: Any = None, after: Any = (), **axes: Any) -> et.TrainState:
     chain = [et.shard(et.mesh(**axes), batch=P("data"), model=placement)] if axes else []
     update = et.update(optax.adam(0.1) if optimizer is None else optimizer)
     return et.pipe(loss, *chain, update, *after).init(make, key=jax.random.key(0))

@@ -20,6 +20,10 @@ DATA = {
 }
 
 
+def f32(x: Any) -> Any:
+    return np.asarray(x, np.float32)
+
+
 def loss(model: Any, state: Any, batch: Any, key: Any) -> Any:
     scores = batch["x"] * model[None]
     hit = (scores.sum(1) > 0).astype(jnp.int32) == batch["label"]
@@ -33,7 +37,7 @@ def loss(model: Any, state: Any, batch: Any, key: Any) -> Any:
     return et.mean(scores**2, where=weight), state, metrics
 
 
-MODEL = np.float32([1.0, -2.0, 0.5])
+MODEL = f32([1.0, -2.0, 0.5])
 
 
 def right() -> dict[str, float]:

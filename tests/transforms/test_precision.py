@@ -12,11 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 
+
+def f32(x: Any) -> Any:
+    return np.asarray(x, np.float32)
+
+
 BATCH = {
     "x": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3),
     "ids": np.arange(4, dtype=np.int32),
-    "weight": np.float32([1, 0.3, 1, 1]),
-    "parts": {"weight": np.float32([1, 2, 3, 4]), "scale": np.float32([1, 2, 3, 4])},
+    "weight": f32([1, 0.3, 1, 1]),
+    "parts": {"weight": f32([1, 2, 3, 4]), "scale": f32([1, 2, 3, 4])},
 }
 
 

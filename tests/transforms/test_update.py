@@ -16,6 +16,10 @@ import eqtrain as et
 ROWS, STEPS = 8, 4
 
 
+def f32(x: Any) -> Any:
+    return np.asarray(x, np.float32)
+
+
 def make(key: Any) -> dict[str, Any]:
     first, second = jax.random.split(key)
     return {
@@ -75,7 +79,9 @@ OPTIMIZERS = {
     "plateau": lambda: optax.chain(
         optax.adam(0.01), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=0)
     ),
-    "schedule": lambda: optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10), momentum=0.9),
+    "schedule": lambda: optax.sgd(
+        optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10), momentum=0.9
+    ),
     "muon": lambda: optax.contrib.muon(0.01),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.rmsprop(0.01)),
 }
@@ -129,7 +135,7 @@ def test_plateau_sees_the_loss_of_the_global_batch():
     def flat(w: Any, state: Any, batch: Any, key: Any) -> Any:
         return et.mean(0 * w + batch["x"], where=batch["weight"]), state, {}
 
-    batch = {"x": np.float32([6, 20, 8, 8]), "weight": np.float32([6, 1, 1, 0])}
+    batch = {"x": f32([6, 20, 8, 8]), "weight": f32([6, 1, 1, 0])}
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=0)
     chain = (et.accumulate(2), et.shard(et.mesh(data=2), batch=P("data")))
     program = et.pipe(flat, *chain, et.update(optax.chain(optax.sgd(1.0), plateau)), et.jit)
@@ -164,6 +170,7 @@ def test_frozen_leaves_keep_every_bit_and_have_no_part(choice, sharded):
     program = et.pipe(loss, *chain, update, et.donate)
     ts = program.init(make, key=jax.random.key(0))
     first = jax.tree.map(np.array, ts.model)
+    batch = batches()[0]
     for batch in batches():
         ts, _ = program(ts, batch)
     for name in ("weight", "bias"):
@@ -226,12 +233,13 @@ def test_metrics_of_the_loss_stand_beside_those_of_the_kit():
         parts = {"deep": {"max": et.Max(values.max())}, "rows": et.Sum(jnp.asarray(len(values)))}
         return et.mean(values) + 0.5 * et.mean(values), state, parts
 
-    chains: list[tuple[Any, ...]] = [(), (et.accumulate(2), et.shard(et.mesh(data=2), batch=P("data")))]
-    read = []
-    for chain in chains:
+    ts, read = None, []
+    mesh = et.shard(et.mesh(data=2), batch=P("data"))
+    for chain in [(), (et.accumulate(2), mesh)]:
         program = et.pipe(with_metrics, *chain, et.update(optax.sgd(0.1)), et.jit)
         ts = program.init(make, key=jax.random.key(0))
         read.append(et.fetch(program(ts, batches()[0])[1]))
+    assert ts is not None
     assert read[0].keys() == {"loss", "grad_norm", "deep", "rows"}
     assert read[0]["rows"] == read[1]["rows"] == ROWS
     for a, b in zip(*map(jax.tree.leaves, read), strict=True):
