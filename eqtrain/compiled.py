@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .contribution import batch_size
 from .paths import named_leaves
-from .state import Structure, TrainState, UsedStateError, kind
+from .state import Structure, TrainState, UsedStateError, kind, require_train_state
 
 
 class RecompilationWarning(UserWarning):
@@ -57,11 +57,7 @@ class Compiled:
         return len(self._signatures)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> Any:
-        if not isinstance(ts, TrainState):
-            raise TypeError(
-                f"`{self.name}` takes a TrainState and a batch. Got {type(ts).__name__}. "
-                "Make the first TrainState by `train_step.init(make_model, key=...)`."
-            )
+        require_train_state(ts)
         ts.require_unused()
         jitted = self._jitted.get(ts.structure) or self.jitted(ts.structure)
         try:
@@ -84,6 +80,8 @@ class Compiled:
             self._jitted[structure] = jax.jit(
                 self._traced(structure),
                 donate_argnums=(0,) if self._donate else (),
+                # A leaf that jit left out could not be donated.
+                keep_unused=True,
                 out_shardings=self._out_shardings(structure),
             )
         return self._jitted[structure]
@@ -157,7 +155,10 @@ class Compiled:
         if "incompatible devices" in str(error).lower():
             places = "; ".join(
                 f"`{name}` on {_placement(leaf)}"
-                for name, leaf in [("the TrainState", ts.leaves[0]), *named_leaves(batch)]
+                for name, leaf in [
+                    ("the TrainState", ts.leaves[0]),
+                    *((f"batch.{name}", leaf) for name, leaf in named_leaves(batch)),
+                ]
             )
             raise ValueError(
                 "A batch must be on the devices of the mesh, or on the host. "

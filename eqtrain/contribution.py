@@ -17,8 +17,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from .metrics import Combination, Mean, PerBatch, accumulator_dtype, is_metric
+from .metrics import (
+    Combination,
+    Mean,
+    PerBatch,
+    Sum,
+    accumulator_dtype,
+    is_metric,
+    map_metrics,
+)
 from .paths import named_leaves, path_name
+from .varying import vary, varying
 
 
 @functools.partial(
@@ -169,7 +178,8 @@ def run_loss(
 
     **Raises:** `TypeError` or `ValueError` that says what a loss returns and what came instead.
     """
-    returned = loss_fn(model, state, batch, key)
+    before = _kinds(state)
+    returned = _call(loss_fn, model, state, batch, key)
     if not (isinstance(returned, tuple) and len(returned) == 3):
         got = (
             f"a tuple of {len(returned)}"
@@ -182,22 +192,42 @@ def run_loss(
             "Return `loss, state, {}` where there are no metrics, and None for no state."
         )
     loss, new_state, metrics = returned
-    _check_state(state, new_state)
+    _check_state(before, _kinds(new_state))
     return loss_terms(loss, batch), new_state, _check_metrics(metrics)
 
 
-def _check_state(old: PyTree, new: PyTree) -> None:
-    before, after = (
-        {name: leaf for name, leaf in named_leaves(tree) if eqx.is_array_like(leaf)}
-        for tree in (old, new)
-    )
+def _call(
+    loss_fn: Callable[..., Any],
+    model: PyTree,
+    state: PyTree,
+    batch: PyTree,
+    key: Shaped[Any, "..."],
+) -> Any:
+    """Calls a loss on a copy of the state: an `eqx.nn.State` refuses to be used twice."""
+    leaves, treedef = jax.tree.flatten(state)
+    try:
+        return loss_fn(model, treedef.unflatten(leaves), batch, key)
+    except ValueError as error:
+        # `eqx.nn.State.set` refuses a value that varies over a mesh axis where the old one does
+        # not, which is how statistics of one device's rows come about. So let the old one vary.
+        axes = frozenset[str]().union(*map(varying, jax.tree.leaves((batch, key))))
+        if "Old and new values have different" not in str(error) or not axes:
+            raise
+    varied = [vary(leaf, axes) if eqx.is_array(leaf) else leaf for leaf in leaves]
+    return loss_fn(model, treedef.unflatten(varied), batch, key)
+
+
+def _kinds(state: PyTree) -> dict[str, str]:
+    return {
+        name: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+        for name, leaf in named_leaves(state)
+        if eqx.is_array_like(leaf)
+    }
+
+
+def _check_state(before: dict[str, str], after: dict[str, str]) -> None:
     for name in sorted(before.keys() | after.keys()):
-        kinds = [
-            f"{jnp.result_type(tree[name])}{list(jnp.shape(tree[name]))}"
-            if name in tree
-            else "nothing"
-            for tree in (before, after)
-        ]
+        kinds = [tree.get(name, "nothing") for tree in (before, after)]
         if kinds[0] != kinds[1]:
             raise ValueError(
                 "A loss must return the state with the structure, shapes and dtypes it was given. "
@@ -227,7 +257,18 @@ def _check_metrics(metrics: Any) -> dict[str, PyTree]:
                 f"`et.Min`. Got {type(leaf).__name__} at `metrics.{path_name(path)}`. "
                 "For an average over examples return `et.mean(values)`."
             )
-    return metrics
+    return map_metrics(_summable, metrics)
+
+
+def _summable(metric: Any) -> Any:
+    """A metric whose sums are kept in float32 at least, however narrow the loss computed them."""
+    if isinstance(metric, Mean):
+        return _wide(metric)
+    if isinstance(metric, Sum):
+        total = jnp.asarray(metric.total)
+        floating = jnp.issubdtype(total.dtype, jnp.inexact)
+        return Sum(total.astype(accumulator_dtype(total.dtype)) if floating else total)
+    return metric
 
 
 def differentiate(

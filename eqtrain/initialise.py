@@ -34,6 +34,11 @@ def init_state(
             "`init` takes a typed key. "
             f"Got {getattr(key, 'dtype', type(key).__name__)}. Write `key=jax.random.key(0)`."
         )
+    if key.shape != ():
+        raise ValueError(
+            "`init` derives all keys from a single one. "
+            f"Got keys of shape {key.shape}. Pass one, such as `key[0]`."
+        )
     found: list[Any] = []
 
     def build(key: Array) -> tuple[Array, ...]:
@@ -115,22 +120,27 @@ def _shardings(
     if layout is None:
         return (None,) * len(names)
     model = {
-        name.removeprefix("model."): shape
+        _in_model(name): shape
         for name, shape in zip(names, shapes, strict=True)
-        if name == "model" or name.startswith("model.")
+        if _in_model(name) is not None
     }
     specs = layout.specs_by_name(model)
     shardings = []
     for name, shape in zip(names, shapes, strict=True):
         spec = P()
-        if name == "model" or name.startswith("model."):
-            spec = specs[name.removeprefix("model.")]
+        if _in_model(name) is not None:
+            spec = specs[_in_model(name)]
         elif name.startswith(("opt_state", "extra")):
             owner = _owner(name, trainable)
             if owner is not None and model[owner].shape == shape.shape:
                 spec = specs[owner]
         shardings.append(layout.sharding(spec))
     return tuple(shardings)
+
+
+def _in_model(name: str) -> str | None:
+    """The path within the model, which is empty for a model that is one array; else None."""
+    return "" if name == "model" else name[6:] if name.startswith("model.") else None
 
 
 def _owner(name: str, trainable: set[str]) -> str | None:
@@ -140,4 +150,4 @@ def _owner(name: str, trainable: set[str]) -> str | None:
         tail = ".".join(parts[start:])
         if tail in trainable:
             return tail
-    return None
+    return "" if "" in trainable else None

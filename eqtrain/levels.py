@@ -38,7 +38,7 @@ class LossScaling:
     period: int = 2000
 
     def __post_init__(self) -> None:
-        if not (self.initial >= 1 and self.factor > 1 and self.period >= 1):
+        if not (1 <= self.initial < float("inf") and self.factor > 1 and self.period >= 1):
             raise ValueError(
                 "A loss scale starts at 1 or more, and grows by a factor above 1 every `period` "
                 f"steps. Got initial={self.initial}, factor={self.factor}, period={self.period}. "
@@ -189,13 +189,16 @@ def order_error(source: str, takes: str, given: Any) -> OrderError:
 
     `takes` names the level, or two joined by "or", with its article.
     """
+    if not isinstance(given, Level) and callable(given):
+        given = Loss(wrapped=given, function=given)
     if not isinstance(given, Level):
         return OrderError(
             f"`{source}` takes {takes}. Got {type(given).__name__}, which is no function. "
             f"Write `et.pipe(loss, ..., {source})`, or `@{source}` above the function."
         )
     article = "an" if given.name[0] in "AEIOU" else "a"
-    rule = f"`{source}` takes {takes}. Got {article} {given.name}, made by {written(given.chain)}."
+    made = f", made by {written(given.chain)}" if given.chain else ""
+    rule = f"`{source}` takes {takes}. Got {article} {given.name}{made}."
     accepted = [_RANK[name] for name in takes.removeprefix("a ").split(" or ")]
     links = [link.source for link in given.chain]
     if _RANK[given.name] < min(accepted):
@@ -217,6 +220,11 @@ def order_error(source: str, takes: str, given: Any) -> OrderError:
             if _RANK["Step"] in accepted and link.source != "et.evaluate"
             else f"{rule} What measures and what trains are two chains. Start from the loss again, "
             f"without `{link.source}`."
+        )
+    if source == "et.evaluate":
+        return OrderError(
+            f"{rule} What measures and what trains are two chains. End one before "
+            f"`{link.source}`: {_pipeline([*links[:index], source])}."
         )
     right = [*links[:index], source, *links[index:]]
     return OrderError(

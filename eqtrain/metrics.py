@@ -344,6 +344,9 @@ def fetch(metrics: PyTree) -> PyTree:
     return map_metrics(number, host)
 
 
+_WIDE = {"f": np.float64, "i": np.int64}
+
+
 def merge(*metrics: PyTree) -> PyTree:
     """Merges the metrics of several steps or evaluation batches, on the host and in float64.
 
@@ -361,7 +364,9 @@ def merge(*metrics: PyTree) -> PyTree:
         raise ValueError("`merge` needs the metrics of one step at least. Got none.")
     wide = [
         jax.tree.map(
-            lambda leaf: leaf.astype(np.float64) if leaf.dtype.kind == "f" else leaf,
+            lambda leaf: leaf.astype(
+                {"f": np.float64, "i": np.int64}.get(leaf.dtype.kind, leaf.dtype)
+            ),
             jax.tree.map(np.asarray, part),
         )
         for part in jax.device_get(list(metrics))

@@ -30,7 +30,6 @@ class Program(Level):
     compiled: Compiled
     _calls: Any = dataclasses.field(default_factory=lambda: itertools.count(1))
     _structures: list[Structure] = dataclasses.field(default_factory=list)
-    _pending: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
 
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
         """Makes the first TrainState: `make(key)` gives the model, or `(model, state)`.
@@ -58,29 +57,29 @@ class Program(Level):
                 check_donated(self.compiled.name, ts, leaves)
         new = TrainState(leaves, ts.structure)
         if alarm is not None:
-            self._pending.append((call, alarm))
-            if len(self._pending) > 1:
-                self._look(new)
+            new.flag = (call, alarm)
+            self._look(ts.flag, new)
         return new, metrics
 
-    def check(self, ts: TrainState | None = None) -> None:
-        """Looks at the flag of the last step, which no later call looked at.
+    def check(self, ts: TrainState) -> None:
+        """Looks at the flag of the step that made `ts`, which no later call looked at yet.
 
         Call it after the loop, and before what must not see a failed step.
 
-        **Raises:** `NonFiniteError` as a call would; its `state` is `ts`.
+        **Raises:** `NonFiniteError` as a call would.
         """
-        while self._pending:
-            self._look(ts)
+        ts.require_unused()
+        self._look(ts.flag, ts)
 
-    def _look(self, ts: TrainState | None) -> None:
-        call, alarm = self._pending.pop(0)
-        for value in np.ravel(jax.device_get(alarm)):
+    def _look(self, flag: tuple[int, Any] | None, ts: TrainState) -> None:
+        if flag is None:
+            return
+        call, alarm = flag
+        for value in np.ravel(np.asarray(alarm)):
             error = self.step.judge(int(value)) if value else None
             if error is not None:
-                self._pending.clear()
                 error.add_note(f"It was call {call} of `{self.compiled.name}`.")
-                if isinstance(error, NonFiniteError) and ts is not None:
+                if isinstance(error, NonFiniteError):
                     error.state = self.step.recover(ts)
                 raise error
 

@@ -120,7 +120,7 @@ def _what_changed(structure: Structure, static: tuple[Any, ...], names: tuple[st
 
 def strong(leaf: Array) -> Array:
     """The same without weak type, which would compile the next step anew."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if not jax.typeof(leaf).weak_type:
         return leaf
     return jax.lax.convert_element_type(leaf, leaf.dtype)
 
@@ -140,7 +140,7 @@ class TrainState:
     `UsedStateError`.
     """
 
-    __slots__ = ("leaves", "structure", "used", "fresh", "__weakref__")
+    __slots__ = ("leaves", "structure", "used", "fresh", "flag", "__weakref__")
 
     def __init__(self, leaves: tuple[Any, ...], structure: Structure, fresh: bool = False):
         self.leaves = leaves
@@ -148,6 +148,8 @@ class TrainState:
         self.used: str | None = None
         # Whether it comes from elsewhere than a step, so that its buffers may not be donatable.
         self.fresh = fresh
+        # What the step that made it says of itself, for the host to look at a call later.
+        self.flag: tuple[int, Any] | None = None
 
     @property
     def parts(self) -> Parts:
@@ -203,7 +205,11 @@ class TrainState:
         parts = dataclasses.replace(
             parts, **{name: as_arrays(getattr(parts, name)) for name in fields}
         )
-        leaves = self.structure.pack(parts)
+        # Copies: a step that donates must not take what is the caller's, nor a buffer twice.
+        leaves = tuple(
+            new if new is old else jnp.copy(new)
+            for new, old in zip(self.structure.pack(parts), self.leaves, strict=True)
+        )
         shardings = self.structure.shardings
         if any(sharding is not None for sharding in shardings):
             leaves = tuple(map(jax.device_put, leaves, shardings))
@@ -240,6 +246,15 @@ jax.tree_util.register_pytree_with_keys(
     lambda structure, leaves: TrainState(tuple(leaves), structure, fresh=True),
     _flatten,
 )
+
+
+def require_train_state(ts: Any) -> None:
+    """Refuses a model, or anything else, in place of a TrainState."""
+    if not isinstance(ts, TrainState):
+        raise TypeError(
+            f"A step takes a TrainState and a batch. Got {type(ts).__name__}. "
+            "Make the first TrainState by `train_step.init(make_model, key=...)`."
+        )
 
 
 def as_arrays(tree: PyTree) -> PyTree:

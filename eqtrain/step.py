@@ -16,7 +16,7 @@ from .initialise import init_state
 from .levels import Level, order_error
 from .paths import named_leaves
 from .sharding.placement import Layout
-from .state import Parts, TrainState
+from .state import Parts, TrainState, require_train_state
 
 
 class NonFiniteError(FloatingPointError):
@@ -128,6 +128,7 @@ class Step(Level):
         return ts.replace(extra=parts.extra)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
+        require_train_state(ts)
         parts, metrics, _ = self.run(ts.parts, batch)
         return TrainState(ts.structure.pack(parts), ts.structure, fresh=True), metrics
 

@@ -12,21 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from ..metrics import AbstractMetric, Max, Min, accumulator_dtype
-from .placement import entry_axes
-
-Axes = tuple[str, ...]
-
-
-def varying(x: Any) -> frozenset[str]:
-    """The manual mesh axes along which `x` may differ from device to device."""
-    aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return frozenset(aval.manual_axis_type.varying)
-
-
-def vary(x: Array, axes: Axes | frozenset[str]) -> Array:
-    """Marks `x` as varying over `axes`, those that it does not vary over yet."""
-    missing = tuple(axis for axis in sorted(axes) if axis not in varying(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+from ..varying import vary, varying
+from .placement import Axes, entry_axes
 
 
 def gather(x: Array, spec: P, axes: Axes, dtype: Any) -> Array:

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ..paths import named_leaves, path_name
 
+Axes = tuple[str, ...]
 # (path, leaf, mesh) -> spec
 Rule = Callable[[str, Any, Mesh], P]
 

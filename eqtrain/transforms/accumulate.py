@@ -20,7 +20,7 @@ from ..contribution import (
 )
 from ..levels import Contribute, Link, as_contribute
 from ..metrics import accumulator_dtype, collapse
-from ..sharding.collectives import vary, varying
+from ..varying import vary, varying
 
 
 def accumulate(num_microbatches: int) -> Callable[[Any], Contribute]:

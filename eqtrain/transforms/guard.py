@@ -38,7 +38,7 @@ def guard(
     bare (`@et.guard`) or with arguments.
 
     **Raises:** `NonFiniteError`, when the step is compiled, at the call after the bad one or in
-    `program.check()`: flags are read one step late, so that the device never waits for Python.
+    `program.check(ts)`: flags are read one step late, so that the device never waits for Python.
 
     ```python
     >>> def loss(model, state, batch, key):
@@ -106,6 +106,8 @@ def _guarded(
         new = dataclasses.replace(new, extra=extra)
         return new, dataclasses.replace(outcome, metrics=metrics, alarm=jnp.zeros((), jnp.int32))
     kept = keep(~(bad | failed), new, parts)
+    if nonfinite == "raise":
+        kept = dataclasses.replace(kept, step=jnp.where(failed, parts.step, new.step))
     extra = {**kept.extra, "guard": counts}
     if "loss_scale" in new.extra:
         extra["loss_scale"] = new.extra["loss_scale"]

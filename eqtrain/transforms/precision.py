@@ -13,9 +13,7 @@ from ..levels import Link, Loss, LossScaling, as_loss, once
 from ..paths import path_name
 
 
-def precision(
-    dtype: str | jnp.dtype, *, loss_scaling: LossScaling | None = None
-) -> Callable[[Any], Loss]:
+def precision(dtype: Any, *, loss_scaling: LossScaling | None = None) -> Callable[[Any], Loss]:
     """Casts the model and the batch to a compute dtype, inside the loss.
 
     Parameters, gradients, optimizer state and all sums over microbatches and devices stay float32;

@@ -23,10 +23,9 @@ from ..sharding.collectives import (
     reduce_metric,
     reduce_state,
     scatter,
-    vary,
-    varying,
 )
 from ..sharding.placement import Layout, Placement, make_layout, replicate
+from ..varying import vary, varying
 
 
 def shard(
@@ -224,7 +223,7 @@ def _reduce_state(layout: Layout, state: PyTree, sums: Sums) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(arrays), later)
 
 
-def _require_equal_over_model_axes(layout: Layout, name: str, leaf: Array) -> None:
+def _require_equal_over_model_axes(layout: Layout, name: str, leaf: Any) -> None:
     extra = varying(leaf) - set(layout.batch_axes)
     if extra:
         axes = ", ".join(f"`{axis}`" for axis in sorted(extra))
