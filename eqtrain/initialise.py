@@ -29,15 +29,11 @@ def init_state(
 
     **Raises:** `TypeError` for a raw key; `ValueError` for tied leaves, by name.
     """
-    if not (eqx.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+    if not (eqx.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)) or key.shape:
         raise TypeError(
-            "`init` takes a typed key. "
-            f"Got {getattr(key, 'dtype', type(key).__name__)}. Write `key=jax.random.key(0)`."
-        )
-    if key.shape != ():
-        raise ValueError(
-            "`init` derives all keys from a single one. "
-            f"Got keys of shape {key.shape}. Pass one, such as `key[0]`."
+            "`init` takes a typed key, a single one. "
+            f"Got {getattr(key, 'dtype', type(key).__name__)} of shape {jnp.shape(key)}. "
+            "Write `key=jax.random.key(0)`."
         )
     found: list[Any] = []
 

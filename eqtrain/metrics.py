@@ -344,7 +344,7 @@ def fetch(metrics: PyTree) -> PyTree:
     return map_metrics(number, host)
 
 
-_WIDE = {"f": np.float64, "i": np.int64}
+_WIDE = {"f": np.float64, "i": np.int64, "u": np.uint64}
 
 
 def merge(*metrics: PyTree) -> PyTree:

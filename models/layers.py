@@ -1,4 +1,4 @@
-"""Layers that act on whole batches, so that what they sum over is theirs to say.
+"""Layers that act on whole batches, so that what a statistic is taken over is theirs to say.
 
 B: batch, H and W: height and width, C: channels, I and O: channels in and out.
 """
@@ -12,14 +12,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 
 class Linear(eqx.Module):
-    """`x @ weight + bias` over the last dim.
+    """Computes `x @ weight + bias` over the last dim.
 
-    **Reference:** the uniform initialisation is PyTorch's, He et al. 2015,
-    https://arxiv.org/abs/1502.01852
+    **Reference:** initialised uniformly within `1 / sqrt(num_in)`, as in PyTorch: LeCun et al.
+    1998, http://yann.lecun.com/exdb/publis/pdf/lecun-98b.pdf
 
     ```python
     >>> Linear(3, 2, key=jax.random.key(0))(jnp.ones((4, 3))).shape
@@ -38,14 +38,13 @@ class Linear(eqx.Module):
         self.bias = jax.random.uniform(bias_key, (num_out,), minval=-bound, maxval=bound)
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        y = x @ self.weight
-        return y + self.bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        return x @ self.weight + _over_last_dim(self.bias, x.ndim)
 
 
 class Conv2d(eqx.Module):
-    """A convolution without bias over pictures with channels last, padded on all sides alike.
+    """Convolves images, channels last, padded by half the kernel on all sides, without bias.
 
-    **Reference:** initialised for the fan-out, He et al. 2015, https://arxiv.org/abs/1502.01852
+    **Reference:** initialised for the fan-out: He et al. 2015, https://arxiv.org/abs/1502.01852
 
     ```python
     >>> Conv2d(3, 8, size=3, stride=2, key=jax.random.key(0))(jnp.ones((1, 8, 8, 3))).shape
@@ -63,6 +62,7 @@ class Conv2d(eqx.Module):
         self.stride = stride
 
     def __call__(self, x_BHWI: Float[Array, "batch _ _ in"]) -> Float[Array, "batch _ _ out"]:
+        # Not "SAME", which pads a stride of 2 on one side only.
         pad = self.weight.shape[0] // 2
         return lax.conv_general_dilated(
             x_BHWI,
@@ -74,20 +74,22 @@ class Conv2d(eqx.Module):
 
 
 class BatchNorm(eqx.Module):
-    """Normalises each channel over the batch, and over all devices that hold a part of it.
+    """Normalises each channel over the batch, and over the devices that hold a part of it.
 
-    The statistics are those of the rows with weight, joined over devices by one psum of sums, sums
-    of squares and the count: unequal counts are exact, where a mean of means would not be. They and
-    the running ones are float32 whatever the dtype of `x`.
-
-    The running statistics start as mean 0 and variance 1 and are used as they are:
-    `running = momentum * running + (1 - momentum) * batch`, with the biased variance. The last call
-    of a step wins; in a scan over microbatches that is once a microbatch, in order.
+    Statistics are those of the rows that count, wherever they are: one psum adds up sums, sums of
+    squares and counts, so that unequal parts are exact where a mean of means is not. They are
+    float32 whatever the dtype of `x`, and so are the running ones, which start as mean 0 and
+    variance 1 and are used as they are, without correction for that start:
+    `running = momentum * running + (1 - momentum) * batch`, with the biased variance.
 
     **Arguments:**
 
-    - `axis_names`: the mesh axes to join over; every axis that the data varies over unless given.
-      Name them where channels are split over one. `()` keeps each device's own statistics.
+    - `axis_names`: the mesh axes to sum over, of those that the data varies over; all of them
+        unless given. Name them where an axis splits the channels. With `()` each device normalises
+        by itself, and the state that comes out varies as the data does.
+    - `scale`: what the weight starts as.
+    - `inference`: uses the running statistics, and leaves them as they are; see
+        `eqx.nn.inference_mode`.
 
     **Reference:** Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167
 
@@ -95,8 +97,8 @@ class BatchNorm(eqx.Module):
     >>> norm, state = eqx.nn.make_with_state(BatchNorm)(1)
     >>> y, state = norm(jnp.array([[0.0], [2.0], [4.0], [10.0]]), state)
     >>> mean, variance = state.get(norm.running)
-    >>> print(mean, variance)
-    [0.4] [2.3]
+    >>> print(f"{mean[0]:.2f} {variance[0]:.2f}")
+    0.40 2.30
 
     ```
     """
@@ -117,104 +119,159 @@ class BatchNorm(eqx.Module):
         epsilon: float = 1e-5,
         axis_names: tuple[str, ...] | None = None,
         scale: float = 1.0,
+        inference: bool = False,
     ):
-        self.weight = jnp.full((channels,), scale)
-        self.bias = jnp.zeros((channels,))
-        self.running = eqx.nn.StateIndex((jnp.zeros((channels,)), jnp.ones((channels,))))
+        self.weight = jnp.full((channels,), scale, jnp.float32)
+        self.bias = jnp.zeros((channels,), jnp.float32)
+        self.running = eqx.nn.StateIndex(
+            (jnp.zeros((channels,), jnp.float32), jnp.ones((channels,), jnp.float32))
+        )
         self.momentum = momentum
         self.epsilon = epsilon
         self.axis_names = axis_names
-        self.inference = False
+        self.inference = inference
 
     def __call__(
         self,
         x: Float[Array, "batch *spatial channels"],
         state: eqx.nn.State,
         *,
-        where: Float[Array, " batch"] | Bool[Array, " batch"] | None = None,
+        where: Shaped[Array, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch *spatial channels"], eqx.nn.State]:
-        """Takes `x` and, as `where`, the weight of each row: 0 on padding."""
+        """Takes the batch and, as `where`, the weight of each row: 0 on padding.
+
+        Where no row counts on any device, the running statistics stay as they are.
+
+        **Raises:** `ValueError` inside a `shard_map` over a mesh that has no axis of a given name,
+        or whose `check_vma=False` hides over which axes the data varies while none is named.
+        """
         mean, variance = state.get(self.running)
         if not self.inference:
-            running_mean, running_variance = mean, variance
-            mean, variance, count = self._statistics(x, where, running_mean)
-            # A batch of padding alone says nothing about the data.
+            running = jnp.stack((mean, variance))
+            axes = _axes_to_sum(self.axis_names, x, where)
+            batch, count = _moments(x, where, mean, axes)
             pull = jnp.where(count > 0, 1 - self.momentum, 0.0)
-            state = _set(
-                state,
-                self.running,
-                (
-                    running_mean + pull * (lax.stop_gradient(mean) - running_mean),
-                    running_variance + pull * (lax.stop_gradient(variance) - running_variance),
-                ),
-            )
+            moved = running + pull * (lax.stop_gradient(batch) - running)
+            state = _replace(state, self.running, tuple(moved))
+            if axes:
+                # Varying from here on, and in one piece, so that the backward pass has one psum.
+                batch = lax.pcast(batch, axes, to="varying")
+            mean, variance = batch
         scale = self.weight.astype(jnp.float32) * lax.rsqrt(variance + self.epsilon)
-        shift = self.bias.astype(jnp.float32) - mean * scale
-        shape = (1,) * (x.ndim - 1) + (-1,)
-        y = x.astype(jnp.float32) * scale.reshape(shape) + shift.reshape(shape)
+        y = x.astype(jnp.float32) - _over_last_dim(mean, x.ndim)
+        y = y * _over_last_dim(scale, x.ndim)
+        y = y + _over_last_dim(self.bias.astype(jnp.float32), x.ndim)
         return y.astype(x.dtype), state
-
-    def _statistics(
-        self, x: Array, where: Array | None, guess: Float[Array, " channels"]
-    ) -> tuple[Array, Array, Array]:
-        """The mean, biased variance and count over the weighted rows of all devices."""
-        weight = jnp.ones(x.shape[:1]) if where is None else where.astype(jnp.float32)
-        weight = weight.reshape(weight.shape + (1,) * (x.ndim - 1))
-        # Sums of squares cancel when the mean is large. The running mean, which every device
-        # knows, takes most of it away before anything is summed.
-        guess = lax.stop_gradient(guess)
-        centred = x.astype(jnp.float32) - guess.reshape((1,) * (x.ndim - 1) + (-1,))
-        centred = jnp.where(weight != 0, centred, 0.0)
-        dims = tuple(range(x.ndim - 1))
-        per_row = math.prod(x.shape[1:-1])
-        sums = (
-            (centred * weight).sum(dims),
-            (centred * centred * weight).sum(dims),
-            weight.sum() * per_row,
-        )
-        axes = _varying(sums[0])
-        axes = axes if self.axis_names is None else axes & set(self.axis_names)
-        if axes:
-            # Varies over the axes before, equal there afterwards; once a call of the layer.
-            total, squares, count = lax.psum(_vary(sums, axes), tuple(sorted(axes)))
-        else:
-            total, squares, count = sums
-        share = 1 / jnp.where(count > 0, count, 1.0)
-        offset = total * share
-        variance = jnp.maximum(squares * share - offset * offset, 0.0)
-        return guess + offset, variance, count
 
 
 def max_pool(
     x_BHWC: Float[Array, "batch _ _ channels"], *, size: int, stride: int
 ) -> Float[Array, "batch _ _ channels"]:
-    """Takes the largest value in each window, padded on all sides alike."""
+    """Takes the largest value in each window, padded by half the window on all sides.
+
+    ```python
+    >>> max_pool(jnp.ones((1, 8, 8, 3)), size=3, stride=2).shape
+    (1, 4, 4, 3)
+
+    ```
+    """
     pad = size // 2
     return lax.reduce_window(
         x_BHWC,
         -jnp.inf,
         lax.max,
-        (1, size, size, 1),
-        (1, stride, stride, 1),
-        ((0, 0), (pad, pad), (pad, pad), (0, 0)),
+        window_dimensions=(1, size, size, 1),
+        window_strides=(1, stride, stride, 1),
+        padding=((0, 0), (pad, pad), (pad, pad), (0, 0)),
     )
 
 
+def mean_pool(x_BHWC: Float[Array, "batch _ _ channels"]) -> Float[Array, "batch channels"]:
+    """Takes the mean of each image, summed in float32.
+
+    ```python
+    >>> mean_pool(jnp.ones((1, 8, 8, 3))).shape
+    (1, 3)
+
+    ```
+    """
+    return x_BHWC.mean((1, 2), dtype=jnp.float32).astype(x_BHWC.dtype)
+
+
+def _moments(
+    x: Float[Array, "batch *spatial channels"],
+    where: Shaped[Array, " batch"] | None,
+    running_mean: Float[Array, " channels"],
+    axes: tuple[str, ...],
+) -> tuple[Float[Array, "2 channels"], Float[Array, ""]]:
+    """The mean and biased variance of each channel over the weighted rows, and their count."""
+    weight = jnp.ones(x.shape[:1], jnp.float32) if where is None else where.astype(jnp.float32)
+    weight = weight.reshape(weight.shape + (1,) * (x.ndim - 1))
+    dims = tuple(range(x.ndim - 1))
+    count = weight.sum() * math.prod(x.shape[1:-1])
+    # A product would let an inf or NaN on padding through.
+    x = jnp.where(weight == 0, 0.0, x.astype(jnp.float32))
+    # E[x^2] - E[x]^2 cancels where the mean is large. So what is summed on a device has its own
+    # mean taken away, and what is summed over devices the running mean, if that is theirs alike.
+    own = lax.stop_gradient((weight * x).sum(dims) / _or_one(count))
+    shift = lax.stop_gradient(running_mean) if axes else own
+    if _varying(shift) & set(axes):
+        shift = jnp.zeros(shift.shape, jnp.float32)
+    x = x - _over_last_dim(own, x.ndim)
+    total, square = (weight * x).sum(dims), (weight * x * x).sum(dims)
+    move = own - shift
+    total, square = total + count * move, square + move * (2 * total + count * move)
+    if axes:
+        # Varies over `axes` before, is the same everywhere after; once a call of the layer.
+        sums = lax.psum(jnp.concatenate((total, square, count[None])), axes)
+        (total, square), count = sums[:-1].reshape(2, -1), sums[-1]
+    offset = total / _or_one(count)
+    variance = jnp.maximum(square / _or_one(count) - offset**2, 0.0)
+    return jnp.stack((shift + offset, variance)), count
+
+
+def _or_one(count: Float[Array, ""]) -> Float[Array, ""]:
+    """A divisor: what nothing was counted in has sums of 0."""
+    return jnp.where(count == 0, 1.0, count)
+
+
+def _axes_to_sum(names: tuple[str, ...] | None, *data: Array | None) -> tuple[str, ...]:
+    """The mesh axes of the `shard_map` around, if any, that BatchNorm sums over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return ()
+    unknown = sorted(set(names or ()) - set(mesh.axis_names))
+    if unknown:
+        raise ValueError(
+            "Inside `shard_map`, the `axis_names` of BatchNorm must be axes of the mesh. "
+            f"Got {unknown[0]!r}, where the mesh has {', '.join(map(repr, mesh.axis_names))}. "
+            "Correct the name."
+        )
+    wanted = tuple(axis for axis in mesh.manual_axes if names is None or axis in names)
+    if not _varying(lax.axis_index(mesh.manual_axes)):  # what varies for certain says it does not
+        if names is None:
+            raise ValueError(
+                "BatchNorm finds the axes to sum over in the types of its data. "
+                "Got data inside a `shard_map` with `check_vma=False`, which has no such types. "
+                f"Pass `check_vma=True`, or name the axes: `axis_names={mesh.manual_axes}`."
+            )
+        return wanted
+    varying = frozenset().union(*(_varying(x) for x in data if x is not None))
+    return tuple(axis for axis in wanted if axis in varying)
+
+
 def _varying(x: Array) -> frozenset[str]:
-    """The mesh axes along which `x` differs from device to device, inside `shard_map`."""
     aval: Any = jax.typeof(x)
-    return frozenset(aval.manual_axis_type.varying)
+    return aval.manual_axis_type.varying
 
 
-def _vary(tree: Any, axes: frozenset[str]) -> Any:
-    def vary(x: Array) -> Array:
-        missing = tuple(sorted(axes - _varying(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
+def _replace(state: eqx.nn.State, index: eqx.nn.StateIndex, value: Any) -> eqx.nn.State:
+    """Does what `state.set` does, also where the new value varies over a mesh axis and the old one
+    does not: `set` refuses that, which is how one device's own statistics begin."""
+    old = state.substate(index)
+    return state.update(jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(value)))
 
-    return jax.tree.map(vary, tree)
 
-
-def _set(state: eqx.nn.State, index: eqx.nn.StateIndex, value: Any) -> eqx.nn.State:
-    """`state.set`, which refuses a value that varies where the old one did not."""
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(value)))
-    return _vary(state, axes).set(index, _vary(value, axes))
+def _over_last_dim(x: Float[Array, " channels"], ndim: int) -> Float[Array, "..."]:
+    """Puts dims of size 1 before the only one, since no rank is promoted silently."""
+    return x.reshape((1,) * (ndim - 1) + x.shape)

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron on whole batches."""
+"""A multi-layer perceptron that acts on whole batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ from .layers import Linear
 
 class MLP(eqx.Module):
     """Linear layers with an activation, and dropout, between them.
+
+    **Arguments:**
+
+    - `sizes`: of the input, of each hidden layer, and of the output.
+    - `activation`: any function of one array, `jax.nn.relu` unless given.
+    - `dropout`: the share of hidden units that is set to 0.
+
+    **Raises:** `ValueError` for fewer than two sizes.
+
+    **Reference:** Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html
 
     ```python
     >>> mlp = MLP((8, 32, 4), dropout=0.1, key=jax.random.key(0))
@@ -53,7 +63,7 @@ class MLP(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch in"], *, key: Key[Array, " batch"] | None = None
     ) -> Float[Array, "batch out"]:
-        """Takes one key an example, or None for no dropout."""
+        """Takes the batch and one key an example, or None for no dropout."""
         for index, layer in enumerate(self.layers[:-1]):
             layer_key = None if key is None else et.random.fold(key, index)
             x = et.dropout(self.activation(layer(x)), self.dropout, key=layer_key)

@@ -1,4 +1,4 @@
-"""Residual networks for pictures, channels last.
+"""Residual networks for images.
 
 B: batch, H and W: height and width, C: channels.
 """
@@ -10,20 +10,18 @@ from typing import Literal
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
-from .layers import BatchNorm, Conv2d, Linear, max_pool
-
-Weights = Float[Array, " batch"]
+from .layers import BatchNorm, Conv2d, Linear, max_pool, mean_pool
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How deep and wide a network is.
+    """How deep and how wide a network is.
 
-    **Fields:** blocks and channels of each stage, of which all but the first halve the picture;
-    `bottleneck` blocks of 1x1, 3x3 and 1x1 with four times the channels, or basic ones of two 3x3.
+    **Fields:** the number of blocks of each stage, and their width; stages after the first halve
+    height and width. A `bottleneck` block is 1x1, 3x3 and 1x1 with four times its width in
+    channels, any other is two times 3x3.
     """
 
     depths: tuple[int, ...]
@@ -37,24 +35,27 @@ RESNET_TINY = Size((1, 1, 1), (16, 32, 64))
 
 
 class ResNet(eqx.Module):
-    """A residual network with BatchNorm, as `(picture, state) -> (logits, state)`.
+    """A residual network with BatchNorm.
 
     **Arguments:**
 
-    - `size`: one of `RESNET_18`, `RESNET_50`, `RESNET_TINY`, or another `Size`.
-    - `stem`: `"imagenet"`, a 7x7 convolution of stride 2 and a pool, or `"small"`, one of 3x3 and
-      stride 1, for pictures of some tens of pixels.
-    - `zero_last_scale`: starts each block as the identity, by a scale of 0 in its last norm (Goyal
-      et al. 2017, https://arxiv.org/abs/1706.02677).
-    - `axis_names`: as for `models.layers.BatchNorm`.
+    - `size`: `RESNET_18`, `RESNET_50`, `RESNET_TINY` or another `Size`.
+    - `channels`: of the images.
+    - `stem`: `"imagenet"` is 7x7 with stride 2 and a pool; `"small"` is 3x3 with stride 1, for
+      images of some tens of pixels.
+    - `zero_last_scale`: starts every block as its shortcut, with a weight of 0 in its last norm:
+      Goyal et al. 2017, https://arxiv.org/abs/1706.02677
+    - `axis_names`: see `models.layers.BatchNorm`.
 
-    **Reference:** He et al. 2015, https://arxiv.org/abs/1512.03385; a bottleneck has its stride in
-    the 3x3 convolution, as in PyTorch.
+    **Raises:** `ValueError` for another stem.
+
+    **Reference:** He et al. 2015, https://arxiv.org/abs/1512.03385, but for the stride of a
+    bottleneck, which is in its 3x3 convolution as in PyTorch ("v1.5").
 
     ```python
-    >>> make = eqx.nn.make_with_state(ResNet)
-    >>> model, state = make(RESNET_TINY, channels=1, num_classes=10, stem="small",
-    ...                     key=jax.random.key(0))
+    >>> model, state = eqx.nn.make_with_state(ResNet)(
+    ...     RESNET_TINY, channels=1, num_classes=10, stem="small", key=jax.random.key(0)
+    ... )
     >>> logits, state = model(jnp.ones((2, 8, 8, 1)), state)
     >>> logits.shape
     (2, 10)
@@ -62,9 +63,8 @@ class ResNet(eqx.Module):
     ```
     """
 
-    stem: Conv2d
-    stem_norm: BatchNorm
-    blocks: tuple[BasicBlock | Bottleneck, ...]
+    stem: ConvNorm
+    blocks: tuple[Block, ...]
     head: Linear
     pool: bool = eqx.field(static=True)
 
@@ -79,29 +79,28 @@ class ResNet(eqx.Module):
         axis_names: tuple[str, ...] | None = None,
         key: PRNGKeyArray,
     ):
+        if stem not in ("imagenet", "small"):
+            raise ValueError(f"`stem` must be 'imagenet' or 'small'. Got {stem!r}. Choose one.")
         stem_key, head_key, *block_keys = jax.random.split(key, 2 + sum(size.depths))
-        imagenet = stem == "imagenet"
-        first = size.widths[0]
-        self.stem = Conv2d(
-            channels, first, size=7 if imagenet else 3, stride=2 if imagenet else 1, key=stem_key
+        self.pool = stem == "imagenet"
+        kernel, stride = (7, 2) if self.pool else (3, 1)
+        self.stem = ConvNorm(
+            channels, size.widths[0], kernel, stride, axis_names=axis_names, key=stem_key
         )
-        self.stem_norm = BatchNorm(first, axis_names=axis_names)
-        self.pool = imagenet
-        block_type = Bottleneck if size.bottleneck else BasicBlock
-        blocks = []
-        num_in = first
+        num_in, blocks = size.widths[0], []
         for stage, (depth, width) in enumerate(zip(size.depths, size.widths, strict=True)):
             for index in range(depth):
-                block = block_type(
+                block = Block(
                     num_in,
                     width,
                     stride=2 if stage > 0 and index == 0 else 1,
+                    bottleneck=size.bottleneck,
                     last_scale=0.0 if zero_last_scale else 1.0,
                     axis_names=axis_names,
                     key=block_keys[len(blocks)],
                 )
                 blocks.append(block)
-                num_in = block_type.expansion * width
+                num_in = block.num_out
         self.blocks = tuple(blocks)
         self.head = Linear(num_in, num_classes, key=head_key)
 
@@ -110,27 +109,23 @@ class ResNet(eqx.Module):
         x_BHWC: Float[Array, "batch _ _ _"],
         state: eqx.nn.State,
         *,
-        where: Weights | None = None,
+        where: Shaped[Array, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch classes"], eqx.nn.State]:
-        """Takes pictures and, as `where`, the weight of each: 0 on padding."""
-        x_BHWC, state = self.stem_norm(self.stem(x_BHWC), state, where=where)
+        """Takes images and, as `where`, the weight of each: 0 on padding."""
+        x_BHWC, state = self.stem(x_BHWC, state, where=where)
         x_BHWC = jax.nn.relu(x_BHWC)
         if self.pool:
             x_BHWC = max_pool(x_BHWC, size=3, stride=2)
         for block in self.blocks:
             x_BHWC, state = block(x_BHWC, state, where=where)
-        x_BC = x_BHWC.astype(jnp.float32).mean((1, 2)).astype(x_BHWC.dtype)
-        return self.head(x_BC), state
+        return self.head(mean_pool(x_BHWC)), state
 
 
-class BasicBlock(eqx.Module):
-    """Two 3x3 convolutions beside the identity."""
+class Block(eqx.Module):
+    """Convolutions beside a shortcut, which is the identity where the shape stays the same."""
 
-    expansion = 1
-
-    convs: tuple[Conv2d, ...]
-    norms: tuple[BatchNorm, ...]
-    shortcut: Shortcut | None
+    layers: tuple[ConvNorm, ...]
+    shortcut: ConvNorm | None
 
     def __init__(
         self,
@@ -138,96 +133,73 @@ class BasicBlock(eqx.Module):
         width: int,
         *,
         stride: int,
+        bottleneck: bool,
         last_scale: float,
         axis_names: tuple[str, ...] | None,
         key: PRNGKeyArray,
     ):
-        keys = jax.random.split(key, 3)
-        self.convs = (
-            Conv2d(num_in, width, size=3, stride=stride, key=keys[0]),
-            Conv2d(width, width, size=3, key=keys[1]),
+        num_out = 4 * width if bottleneck else width
+        shapes = [(num_in, width, 3, stride), (width, width, 3, 1)]
+        if bottleneck:
+            shapes = [(num_in, width, 1, 1), (width, width, 3, stride), (width, num_out, 1, 1)]
+        *keys, shortcut_key = jax.random.split(key, len(shapes) + 1)
+        scales = [1.0] * (len(shapes) - 1) + [last_scale]
+        self.layers = tuple(
+            ConvNorm(*shape, scale=scale, axis_names=axis_names, key=layer_key)
+            for shape, scale, layer_key in zip(shapes, scales, keys, strict=True)
         )
-        self.norms = (
-            BatchNorm(width, axis_names=axis_names),
-            BatchNorm(width, axis_names=axis_names, scale=last_scale),
-        )
-        self.shortcut = make_shortcut(num_in, width, stride, axis_names, keys[2])
+        self.shortcut = None
+        if num_in != num_out or stride != 1:
+            self.shortcut = ConvNorm(
+                num_in, num_out, 1, stride, axis_names=axis_names, key=shortcut_key
+            )
+
+    @property
+    def num_out(self) -> int:
+        return self.layers[-1].conv.weight.shape[-1]
 
     def __call__(
-        self, x_BHWC: Array, state: eqx.nn.State, *, where: Weights | None = None
-    ) -> tuple[Array, eqx.nn.State]:
-        return residual(self.convs, self.norms, self.shortcut, x_BHWC, state, where)
-
-
-class Bottleneck(eqx.Module):
-    """A 3x3 convolution between two of 1x1 beside the identity."""
-
-    expansion = 4
-
-    convs: tuple[Conv2d, ...]
-    norms: tuple[BatchNorm, ...]
-    shortcut: Shortcut | None
-
-    def __init__(
         self,
-        num_in: int,
-        width: int,
+        x_BHWC: Float[Array, "batch _ _ _"],
+        state: eqx.nn.State,
         *,
-        stride: int,
-        last_scale: float,
-        axis_names: tuple[str, ...] | None,
-        key: PRNGKeyArray,
-    ):
-        keys = jax.random.split(key, 4)
-        num_out = self.expansion * width
-        self.convs = (
-            Conv2d(num_in, width, size=1, key=keys[0]),
-            Conv2d(width, width, size=3, stride=stride, key=keys[1]),
-            Conv2d(width, num_out, size=1, key=keys[2]),
-        )
-        self.norms = (
-            BatchNorm(width, axis_names=axis_names),
-            BatchNorm(width, axis_names=axis_names),
-            BatchNorm(num_out, axis_names=axis_names, scale=last_scale),
-        )
-        self.shortcut = make_shortcut(num_in, num_out, stride, axis_names, keys[3])
-
-    def __call__(
-        self, x_BHWC: Array, state: eqx.nn.State, *, where: Weights | None = None
-    ) -> tuple[Array, eqx.nn.State]:
-        return residual(self.convs, self.norms, self.shortcut, x_BHWC, state, where)
+        where: Shaped[Array, " batch"] | None = None,
+    ) -> tuple[Float[Array, "batch _ _ _"], eqx.nn.State]:
+        y_BHWC = x_BHWC
+        for layer in self.layers[:-1]:
+            y_BHWC, state = layer(y_BHWC, state, where=where)
+            y_BHWC = jax.nn.relu(y_BHWC)
+        y_BHWC, state = self.layers[-1](y_BHWC, state, where=where)
+        if self.shortcut is not None:
+            x_BHWC, state = self.shortcut(x_BHWC, state, where=where)
+        return jax.nn.relu(x_BHWC + y_BHWC), state
 
 
-class Shortcut(eqx.Module):
-    """What stands for the identity where the shape changes."""
+class ConvNorm(eqx.Module):
+    """A convolution and the BatchNorm of what comes out."""
 
     conv: Conv2d
     norm: BatchNorm
 
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        size: int,
+        stride: int,
+        *,
+        scale: float = 1.0,
+        axis_names: tuple[str, ...] | None,
+        key: PRNGKeyArray,
+    ):
+        self.conv = Conv2d(num_in, num_out, size=size, stride=stride, key=key)
+        self.norm = BatchNorm(num_out, scale=scale, axis_names=axis_names)
 
-def make_shortcut(
-    num_in: int, num_out: int, stride: int, axis_names: tuple[str, ...] | None, key: PRNGKeyArray
-) -> Shortcut | None:
-    if num_in == num_out and stride == 1:
-        return None
-    conv = Conv2d(num_in, num_out, size=1, stride=stride, key=key)
-    return Shortcut(conv, BatchNorm(num_out, axis_names=axis_names))
-
-
-def residual(
-    convs: tuple[Conv2d, ...],
-    norms: tuple[BatchNorm, ...],
-    shortcut: Shortcut | None,
-    x_BHWC: Array,
-    state: eqx.nn.State,
-    where: Weights | None,
-) -> tuple[Array, eqx.nn.State]:
-    """Convolutions with a norm each and a ReLU between them, added to the identity."""
-    y_BHWC = x_BHWC
-    for conv, norm in zip(convs[:-1], norms[:-1], strict=True):
-        y_BHWC, state = norm(conv(y_BHWC), state, where=where)
-        y_BHWC = jax.nn.relu(y_BHWC)
-    y_BHWC, state = norms[-1](convs[-1](y_BHWC), state, where=where)
-    if shortcut is not None:
-        x_BHWC, state = shortcut.norm(shortcut.conv(x_BHWC), state, where=where)
-    return jax.nn.relu(x_BHWC + y_BHWC), state
+    def __call__(
+        self,
+        x_BHWC: Float[Array, "batch _ _ _"],
+        state: eqx.nn.State,
+        *,
+        where: Shaped[Array, " batch"] | None = None,
+    ) -> tuple[Float[Array, "batch _ _ _"], eqx.nn.State]:
+        return self.norm(self.conv(x_BHWC), state, where=where)

@@ -29,7 +29,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 # These may stand in a chain twice.
 REPEATABLE = ("accumulate", "remat")
-# `jit` differs from `donate`, and `evaluate` from both, in how a chain ends and not in what it does.
+# `jit` differs from `donate`, and `evaluate` from both, in how a chain ends, not in what it does.
 NINE = tuple(name for name in LEVELS if name not in ("jit", "evaluate"))
 
 RATE, DECAY, LEARNING_RATE = 0.25, 0.5, 0.125

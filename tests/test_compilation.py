@@ -194,9 +194,10 @@ def test_python_numbers_in_a_state_become_arrays(chain: Any):
     for _ in range(5):
         ts, _ = program(ts, rows(8))
     assert program.compilations == 1
+    turns = 10 if len(chain) == 2 else 5  # once a microbatch
     assert {name: leaf.item() for name, leaf in ts.state.items()} == {
-        "count": 5,
-        "mean": 2 - 2 * 0.5**5,
+        "count": turns,
+        "mean": 2 - 2 * 0.5**turns,
         "on": True,
     }
 

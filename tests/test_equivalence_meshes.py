@@ -119,7 +119,10 @@ TENSOR_PARALLEL = {
 
 
 def split_over_model(ts: et.TrainState) -> None:
-    for name, leaf in [("weight", ts.model["first"]["weight"]), ("bias", ts.model["first"]["bias"])]:
+    for name, leaf in [
+        ("weight", ts.model["first"]["weight"]),
+        ("bias", ts.model["first"]["bias"]),
+    ]:
         assert leaf.addressable_shards[0].data.shape[-1] == HIDDEN // 2, name
 
 
@@ -164,9 +167,7 @@ def row_parallel_loss(model: PyTree, state: PyTree, batch: PyTree, key: Array) -
 @pytest.mark.parametrize("rest", [et.replicate(), et.fsdp("data", min_size=1)])
 def test_a_row_parallel_leaf_beside_replicated_ones(rest: Any, order: str):
     placement = et.rules({"second.weight": P("model")}, otherwise=rest)
-    training = train_on(
-        row_parallel_loss, et.mesh(data=4, model=2), P("data"), placement, 2, order
-    )
+    training = train_on(row_parallel_loss, et.mesh(data=4, model=2), P("data"), placement, 2, order)
     assert distance(training, by_hand()) < TOLERANCE
 
 

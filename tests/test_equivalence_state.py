@@ -1,4 +1,4 @@
-"""State, such as BatchNorm's: equal on any mesh if the model joins it, threaded through microbatches.
+"""State, such as BatchNorm's: equal on any mesh if the model joins it; threaded in order.
 
 A model that takes statistics over its batch has another answer for each way to cut the batch into
 microbatches. That is no rounding, and the numbers below say what the answer is.

@@ -19,7 +19,9 @@ def module(entry: str, *computations: str) -> str:
     """A module whose entry computation holds the lines `entry`."""
     lines = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
     head = "HloModule jit_step, is_scheduled=true, num_partitions=4\n"
-    return f"{head}{SUM}{''.join(computations)}\nENTRY %main (x: f32[8,3]) -> f32[] {{\n{lines}\n}}\n"
+    return (
+        f"{head}{SUM}{''.join(computations)}\nENTRY %main (x: f32[8,3]) -> f32[] {{\n{lines}\n}}\n"
+    )
 
 
 def loop(name: str, line: str) -> str:
@@ -46,7 +48,9 @@ def while_of(name: str, turns: int | None) -> str:
     )
 
 
-ALL_REDUCE = "%r = f32[8]{0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%sum"
+ALL_REDUCE = (
+    "%r = f32[8]{0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%sum"
+)
 
 
 # Kind, shapes, and bytes counted by hand.

@@ -12,7 +12,17 @@ import re
 import pytest
 
 import eqtrain as et
-from tests.orders import LEVELS, NINE, REPEATABLE, WRITTEN, Chain, build, level_of, loss, right_chains
+from tests.orders import (
+    LEVELS,
+    NINE,
+    REPEATABLE,
+    WRITTEN,
+    Chain,
+    build,
+    level_of,
+    loss,
+    right_chains,
+)
 
 NAMES = {source: name for name, (source, _) in WRITTEN.items()}
 

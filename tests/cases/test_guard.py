@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
+from eqtrain import program as program_module
 
 GOOD = {"x": np.ones(8, np.float32)}
 
@@ -317,8 +318,8 @@ def test_ignore_only_counts():
 
 def test_flags_are_read_one_call_late_and_once_each(monkeypatch):
     reads = []
-    device_get = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda x: reads.append(x) or device_get(x))
+    read_flag = program_module.read_flag
+    monkeypatch.setattr(program_module, "read_flag", lambda x: reads.append(x) or read_flag(x))
     programs = {
         guarded: et.pipe(
             loss, et.update(optax.sgd(0.1)), *((et.guard,) if guarded else ()), et.donate
