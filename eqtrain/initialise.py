@@ -116,16 +116,16 @@ def _shardings(
     if layout is None:
         return (None,) * len(names)
     model = {
-        _in_model(name): shape
+        path: shape
         for name, shape in zip(names, shapes, strict=True)
-        if _in_model(name) is not None
+        if (path := _in_model(name)) is not None
     }
     specs = layout.specs_by_name(model)
     shardings = []
     for name, shape in zip(names, shapes, strict=True):
         spec = P()
-        if _in_model(name) is not None:
-            spec = specs[_in_model(name)]
+        if (path := _in_model(name)) is not None:
+            spec = specs[path]
         elif name.startswith(("opt_state", "extra")):
             owner = _owner(name, trainable)
             if owner is not None and model[owner].shape == shape.shape:

@@ -105,11 +105,11 @@ def test_a_view_that_is_held_is_reported_by_path(chain: Any):
         ts, _ = program(ts, make_batches(1)[0])
     assert np.array_equal(view, before)
 
-    # A copy keeps nothing.
+    # A copy keeps nothing, as warnings that are errors make sure.
     ts = started(program)
-    kept = np.array(ts.model["second"]["weight"])
+    copy = np.array(ts.model["second"]["weight"])
     program(ts, make_batches(1)[0])
-    assert np.array_equal(kept, before) or len(kept) > len(before)
+    assert np.array_equal(copy, make_params()["second"]["weight"])
 
 
 @pytest.mark.parametrize("name", ["no mesh", "split, ema and guard", "replicated, ema"])
@@ -120,16 +120,19 @@ def test_nothing_piles_up(name: str):
     for step in range(1, 101):
         ts, metrics = program(ts, batch)
         if step in (10, 100):
-            jax.block_until_ready((ts, metrics))
-            arrays = jax.live_arrays()
-            counts[step] = (len(arrays), sum(array.nbytes for array in arrays))
+            counts[step] = live(ts, metrics)
     assert counts[10] == counts[100]
 
-    kept = []  # what is kept is seen
+    kept = metrics  # what is kept is seen
     ts, metrics = program(ts, batch)
-    kept.append(metrics)
-    ts, metrics = program(ts, batch)
-    assert len(jax.live_arrays()) > counts[100][0]
+    assert live(ts, metrics)[0] == counts[100][0] + len(jax.tree.leaves(kept))
+
+
+def live(*results: Any) -> tuple[int, int]:
+    """The number and the bytes of all arrays that anything holds."""
+    jax.block_until_ready(results)
+    arrays = jax.live_arrays()
+    return len(arrays), sum(array.nbytes for array in arrays)
 
 
 READS: dict[str, Callable[[et.TrainState], Any]] = {
@@ -192,4 +195,4 @@ def test_evaluation_leaves_the_state_alone(name: str):
         # It measured what the step then saw: same parameters, same masks.
         assert np.isclose(first, et.fetch(metrics)["loss"], rtol=1e-6)
         losses.append(first)
-    assert losses[1] < losses[0]
+    assert losses[1] != losses[0]

@@ -81,7 +81,7 @@ def test_gradients_travel_in_one_all_reduce_a_step(devices: int, microbatches: i
 @pytest.mark.parametrize("leaves", [1, 3, 20])
 def test_gradients_travel_together_however_many_leaves(leaves: int):
     def many(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:
-        out = sum(batch["x"] @ weight for weight in model)
+        out = jnp.stack([batch["x"] @ weight for weight in model]).sum(0)
         return et.mean(error_of(out, batch), where=batch["weight"]), state, {}
 
     weights = [np.full((8, 8), index, np.float32) for index in range(leaves)]
@@ -111,7 +111,7 @@ def test_a_gradient_reduced_in_every_microbatch_is_told_apart():
         return jax.lax.scan(body, jnp.zeros_like(weight), x.reshape(2, -1, 8))[0]
 
     text = jax.jit(naive).lower(jnp.ones((8, 8)), jnp.ones((ROWS, 8))).compile().as_text()
-    assert [(c.kind, c.times) for c in collectives_of(text)] == [("all-reduce", 2)]
+    assert [(c.kind, c.times) for c in collectives_of(text or "")] == [("all-reduce", 2)]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
@@ -150,7 +150,7 @@ def test_no_row_moves_between_devices(placement: str, order: str):
     rows = jax.device_put(np.ones((ROWS, 8), np.float32), jax.NamedSharding(mesh, P("data")))
     cut = jax.NamedSharding(mesh, P(None, "data"))
     text = jax.jit(lambda x: x.reshape(2, ROWS // 2, 8), out_shardings=cut).lower(rows)
-    moved = {c.kind for c in collectives_of(text.compile().as_text())}
+    moved = {c.kind for c in collectives_of(text.compile().as_text() or "")}
     assert moved & {"all-to-all", "collective-permute", "all-gather"}
 
 

@@ -216,7 +216,7 @@ def test_two_inits_of_a_program_share_the_compilation(chain: Any):
     later = [program(ts, rows(8))[0] for ts in (first, second)]
     assert program.compilations == 1
     weights = [np.array(ts.model.layers[0].weight) for ts in later]
-    assert not np.array_equal(*weights)
+    assert not np.array_equal(weights[0], weights[1])
 
 
 def test_evaluation_compiles_once_and_reports_a_second_time():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eqtrain.data import Loader, prefetch, stack
+from eqtrain.data import Loader, Prefetch, prefetch, stack
 
 
 def make_loader(rows: int = 24) -> Loader:
@@ -25,10 +25,10 @@ def test_stacks_hold_the_rows_in_the_loaders_order():
 def test_the_position_counts_what_was_handed_out(ahead: bool):
     loader = make_loader()
     stacks = stack(loader, 3)
-    batches = iter(prefetch(stacks, depth=2) if ahead else stacks)
+    batches = prefetch(stacks, depth=2) if ahead else iter(stacks)
     first = next(batches)
     assert loader.position == 6  # not the 18 that may have been read ahead
-    if ahead:
+    if isinstance(batches, Prefetch):
         batches.close()
     rest = ids(stack(loader, 3))
     assert ids([first]) + rest == ids(make_loader().iterate())
