@@ -90,10 +90,9 @@ def test_jit_donates_nothing(chain: Any):
     assert all(map(np.array_equal, jax.tree.leaves(again.model), jax.tree.leaves(later.model)))
 
 
-@pytest.mark.parametrize(
-    "chain", [CHAINS["no mesh"], CHAINS["replicated"], CHAINS["split"]], ids=str
-)
-def test_a_view_that_is_held_is_reported_by_path(chain: Any):
+@pytest.mark.parametrize("name", ["no mesh", "replicated", "split"])
+def test_a_view_that_is_held_is_reported_by_path(name: str):
+    chain = CHAINS[name]
     """What `np.asarray` gives on a CPU is the buffer itself, which then cannot be donated."""
     program = program_of(*chain)
     ts = started(program)
@@ -116,7 +115,7 @@ def test_a_view_that_is_held_is_reported_by_path(chain: Any):
 def test_nothing_piles_up(name: str):
     program = program_of(*CHAINS[name])
     ts, batch = started(program), make_batches(1)[0]
-    counts = {}
+    counts, metrics = {}, {}
     for step in range(1, 101):
         ts, metrics = program(ts, batch)
         if step in (10, 100):
