@@ -50,16 +50,18 @@ class Compiled:
         self._entries = 0
         self._signatures: list[dict[str, str]] = []
         self._placed: dict[str, Any] = {}
+        self._moves = 0
 
     @property
     def compilations(self) -> int:
         """How often this was traced and compiled."""
-        return len(self._signatures)
+        return len(self._signatures) + self._moves
 
     def __call__(self, ts: TrainState, batch: PyTree) -> Any:
         require_train_state(ts)
         ts.require_unused()
         jitted = self._jitted.get(ts.structure) or self.jitted(ts.structure)
+        traced = len(self._signatures)
         try:
             out = jitted(ts.leaves, batch)
         except (ValueError, RuntimeError, TypeError) as error:
@@ -67,7 +69,7 @@ class Compiled:
             raise
         if jitted._cache_size() != self._entries:
             self._entries = jitted._cache_size()
-            self._note_placement(ts, batch)
+            self._note_placement(ts, batch, len(self._signatures) == traced)
         return out
 
     def jitted(self, structure: Structure) -> Any:
@@ -113,7 +115,7 @@ class Compiled:
             warnings.warn(message, RecompilationWarning, stacklevel=2)
         self._signatures.append(signature)
 
-    def _note_placement(self, ts: TrainState, batch: PyTree) -> None:
+    def _note_placement(self, ts: TrainState, batch: PyTree, untraced: bool) -> None:
         """Reports the compilation that no tracing shows: an argument that lies elsewhere."""
         named = dict(zip(ts.structure.names, ts.leaves, strict=True))
         named |= {f"batch.{name}": leaf for name, leaf in named_leaves(batch)}
@@ -124,7 +126,8 @@ class Compiled:
             if before is not None and placed.get(name) is not None and before != placed[name]
         ]
         self._placed = placed
-        if moved:
+        if moved and untraced:
+            self._moves += 1
             warnings.warn(
                 f"`{self.name}` should be compiled once. It was compiled anew, since arguments lie "
                 f"elsewhere than before: {'; '.join(moved[:3])}. "

@@ -101,10 +101,15 @@ def collectives_of(text: str) -> list[Collective]:
     bodies = _computations(text)
     found = []
     for name, times in _times(bodies).items():
-        for line in bodies[name]:
-            match = re.match(rf"(?:ROOT )?%?\S+ = (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
-            devices = _group_size(line)
-            if match is None or devices == 1:
+        lines = dict(_named(bodies[name]))
+        for line in lines.values():
+            match = re.match(rf"(.*?) ({'|'.join(KINDS)})(-done)?\((%?[\w.\-]+)?", line)
+            if match is None:
+                continue
+            # Of a pair of ops the second has the type of what comes out, the first the devices.
+            start = lines.get((match.group(4) or "").lstrip("%"), "") if match.group(3) else line
+            devices = _group_size(start)
+            if devices == 1:
                 continue
             if times is None:
                 raise ValueError(
@@ -112,11 +117,15 @@ def collectives_of(text: str) -> list[Collective]:
                     f"Got one without, around: {line[:120]}. Use `lax.scan`, not `while_loop`."
                 )
             shapes = tuple(re.findall(r"[a-z]\w*\[[\d,]*\]", match.group(1)))
-            if match.group(3) and len(shapes) > 1:
-                shapes = shapes[len(shapes) // 2 :]  # a start op names its operands first
             size = sum(map(_size, shapes))
             found.append(Collective(match.group(2), shapes, size, times, devices))
     return found
+
+
+def _named(lines: list[str]) -> list[tuple[str, str]]:
+    """The ops of a computation: their names, and what stands behind the equals sign."""
+    matches = (re.match(r"(?:ROOT )?%?([\w.\-]+) = (.*)", line) for line in lines)
+    return [(match.group(1), match.group(2)) for match in matches if match]
 
 
 def _group_size(line: str) -> int:
@@ -124,6 +133,10 @@ def _group_size(line: str) -> int:
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
     if listed:
         return len(listed.group(1).split(","))
+    axes = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    if axes:
+        sizes = dict(axis.split("=") for axis in axes.group(1).split(","))
+        return math.prod(int(sizes[axis.strip()]) for axis in axes.group(2).split(","))
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
     return int(counted.group(1)) if counted else 0
 
@@ -163,7 +176,10 @@ def _times(bodies: dict[str, list[str]]) -> dict[str, int | None]:
                 known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
                 turns = int(known.group(1)) if known else None
             inner = None if count is None or turns is None else count * turns
-            called = re.findall(r"(?:body|calls|to_apply|condition)=%?([\w.\-]+)", line)
+            called = re.findall(
+                r"(?:body|calls|to_apply|condition|true_computation|false_computation)=%?([\w.\-]+)",
+                line,
+            )
             for group in re.findall(r"branch_computations=\{([^}]*)\}", line):
                 called += [branch.strip().lstrip("%") for branch in group.split(",")]
             for callee in called:

@@ -35,15 +35,15 @@ def matching(*patterns: str, but: str | None = None) -> Callable[[PyTree], PyTre
     **Raises:** `ValueError`, when applied, if a pattern matches no leaf.
 
     ```python
-    >>> et.matching("weight$", but="norm")({"linear": {"weight": 1.0, "bias": 2.0}})
-    {'linear': {'bias': False, 'weight': True}}
+    >>> et.matching("weight$", but="norm")({"linear.weight": 1.0, "norm.weight": 2.0})
+    {'linear.weight': True, 'norm.weight': False}
 
     ```
     """
 
     def choose(tree: PyTree) -> PyTree:
         names = [name for name, _ in named_leaves(tree)]
-        for pattern in patterns:
+        for pattern in (*patterns, *([but] if but else [])):
             if not any(re.search(pattern, name) for name in names):
                 raise ValueError(
                     "A pattern of `matching` must match a leaf. "

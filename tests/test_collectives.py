@@ -43,7 +43,8 @@ def program_of(
 
 def inspect(program: et.Program, make: Any = make_params) -> et.Inspection:
     ts = program.init(lambda key: make(), key=jax.random.key(0))
-    return program.inspect(ts, make_batches()[0])
+    # Placed as a loader does. Of a batch on the host XLA may ask for whichever rows it likes.
+    return program.inspect(ts, jax.device_put(make_batches()[0], program.batch_sharding))
 
 
 def totals(found: et.Inspection, kind: str) -> list[tuple[int, int]]:

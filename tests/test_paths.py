@@ -68,7 +68,12 @@ def test_matching_does_not_choose_by_the_number_of_dims():
     assert jax.tree.map(lambda leaf: leaf.ndim > 1, stacked) != mask  # negative control
 
 
-@pytest.mark.parametrize(("patterns", "but"), [(["bias"], None), (["."], "bias")])
-def test_pattern_that_matches_nothing_is_refused(patterns, but):
+@pytest.mark.parametrize("patterns", [["bias"], ["weight", "bias"]])
+def test_pattern_that_matches_nothing_is_refused(patterns):
     with pytest.raises(ValueError, match="'bias', which matches none of: weight, norm.scale"):
-        et.matching(*patterns, but=but)(TREE)
+        et.matching(*patterns)(TREE)
+
+
+def test_exception_that_matches_nothing_is_none():
+    """One rule serves models with norms and without."""
+    assert et.matching(".", but="bias")(TREE) == et.matching(".")(TREE)
