@@ -364,9 +364,7 @@ def merge(*metrics: PyTree) -> PyTree:
         raise ValueError("`merge` needs the metrics of one step at least. Got none.")
     wide = [
         jax.tree.map(
-            lambda leaf: leaf.astype(
-                {"f": np.float64, "i": np.int64}.get(leaf.dtype.kind, leaf.dtype)
-            ),
+            lambda leaf: leaf.astype(_WIDE.get(leaf.dtype.kind, leaf.dtype)),
             jax.tree.map(np.asarray, part),
         )
         for part in jax.device_get(list(metrics))
