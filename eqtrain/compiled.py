@@ -97,7 +97,11 @@ class Compiled:
             signature = {name: _kind(leaf) for name, leaf in named.items()}
             signature["the structure"] = str(hash(structure.treedef))
             self._count(signature)
-            return function(leaves, batch)
+            try:
+                return function(leaves, batch)
+            except Exception:
+                self._signatures.pop()  # refused while it was traced: nothing was compiled
+                raise
 
         return traced
 

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
-from tests.refusals import BATCH, call, loss, refused, returning, shard
+from tests.refusals import BATCH, call, loss, make, refused, returning, shard
 
 # Batches
 
@@ -57,6 +58,16 @@ def test_batch_with_what_is_no_array(value, chain):
     name = "batch.z.deep" if isinstance(value, dict) else "batch.z"
     with refused(TypeError, "arrays and numbers alone", f"at `{name}`", "Leave it out"):
         call(loss, {**BATCH, "z": value}, *chain)
+
+
+@pytest.mark.parametrize("chain", [(), (et.accumulate(2), shard(data=2))], ids=["alone", "mesh"])
+def test_training_goes_on_after_a_batch_that_was_refused(chain):
+    program = et.pipe(loss, *chain, et.update(optax.sgd(0.1)), et.donate(max_compilations=1))
+    ts = program.init(make, key=jax.random.key(0))
+    with refused(ValueError, "share their leading dim", "with 8", "one row an example"):
+        program(ts, {**BATCH, "y": np.ones(6, np.float32)})
+    ts, _ = program(ts, BATCH)  # what was refused was not compiled, and does not count
+    assert int(ts.step) == 1 and program.compilations == 1
 
 
 def test_batch_without_an_array():

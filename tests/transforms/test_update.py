@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 
-ROWS, STEPS = 8, 4
+ROWS, STEPS = 8, 3
 
 
 def f32(x: Any) -> Any:
@@ -82,7 +82,6 @@ OPTIMIZERS = {
     "schedule": lambda: optax.sgd(
         optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10), momentum=0.9
     ),
-    "muon": lambda: optax.contrib.muon(0.01),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.rmsprop(0.01)),
 }
 
@@ -102,7 +101,7 @@ def test_optimizers_equal_optax_by_hand(name, where):
         ts, metrics = program(ts, batch)
         norms.append(et.fetch(metrics)["grad_norm"])
     model, state, right_norms = train_by_optax(OPTIMIZERS[name](), jax.tree.map(jnp.asarray, first))
-    # Sums of a few hundred float32 numbers in another order; muon and lamb divide by such sums.
+    # Sums of a few hundred float32 numbers in another order; lamb divides by such sums.
     np.testing.assert_allclose(norms, right_norms, rtol=2e-6)
     for a, b, start in zip(*map(jax.tree.leaves, (ts.model, model, first)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
