@@ -49,8 +49,9 @@ class Compiled:
         self._jitted: dict[Structure, Any] = {}
         self._entries = 0
         self._signatures: list[dict[str, str]] = []
-        self._placed: dict[str, Any] = {}
+        self._places: list[dict[str, Any]] = []
         self._moves = 0
+        self._arguments: tuple[TrainState, PyTree] | None = None
 
     @property
     def compilations(self) -> int:
@@ -62,15 +63,28 @@ class Compiled:
         ts.require_unused()
         jitted = self._jitted.get(ts.structure) or self.jitted(ts.structure)
         traced = len(self._signatures)
+        if self._max_compilations is not None:
+            self._refuse_moves(batch)
+        self._arguments = (ts, batch)
         try:
             out = jitted(ts.leaves, batch)
         except (ValueError, RuntimeError, TypeError) as error:
             self._diagnose(error, ts, batch)
             raise
+        finally:
+            self._arguments = None
         if jitted._cache_size() != self._entries:
             self._entries = jitted._cache_size()
-            self._note_placement(ts, batch, len(self._signatures) == traced)
+            self._note_placement(_places(ts, batch), len(self._signatures) == traced)
         return out
+
+    def lower(self, ts: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Lowers the function for these arguments, as a call would."""
+        self._arguments = (ts, batch)
+        try:
+            return self.jitted(ts.structure).lower(ts.leaves, batch)
+        finally:
+            self._arguments = None
 
     def jitted(self, structure: Structure) -> Any:
         """The jit for a structure; one that is equal to a known structure shares its jit."""
@@ -94,7 +108,12 @@ class Compiled:
         def traced(leaves: tuple[Any, ...], batch: PyTree) -> Any:
             named = dict(zip(structure.names, leaves, strict=True))
             named |= {f"batch.{name}": leaf for name, leaf in named_leaves(batch)}
-            signature = {name: _kind(leaf) for name, leaf in named.items()}
+            # A tracer does not say where the argument lies, and JAX traces anew for that too.
+            places = _places(*self._arguments) if self._arguments else {}
+            signature = {
+                name: _kind(leaf) + (f" on {places[name]}" if places.get(name) else "")
+                for name, leaf in named.items()
+            }
             signature["the structure"] = str(hash(structure.treedef))
             self._count(signature)
             try:
@@ -119,26 +138,23 @@ class Compiled:
             warnings.warn(message, RecompilationWarning, stacklevel=2)
         self._signatures.append(signature)
 
-    def _note_placement(self, ts: TrainState, batch: PyTree, untraced: bool) -> None:
+    def _refuse_moves(self, batch: PyTree) -> None:
+        """Refuses what would be compiled once too often without being traced."""
+        limit = self._max_compilations
+        if limit is None or self.compilations < limit or not self._places:
+            return
+        moves = [_moved(seen, _batch_places(batch)) for seen in self._places]
+        if all(moves):
+            raise RecompilationError(_lies_elsewhere(self.name, moves[-1]))
+
+    def _note_placement(self, places: dict[str, Any], untraced: bool) -> None:
         """Reports the compilation that no tracing shows: an argument that lies elsewhere."""
-        named = dict(zip(ts.structure.names, ts.leaves, strict=True))
-        named |= {f"batch.{name}": leaf for name, leaf in named_leaves(batch)}
-        placed = {name: _placement(leaf) for name, leaf in named.items()}
-        moved = [
-            f"`{name}`: {before} -> {placed[name]}"
-            for name, before in self._placed.items()
-            if before is not None and placed.get(name) is not None and before != placed[name]
-        ]
-        self._placed = placed
+        moved = _moved(self._places[-1], places) if self._places else []
+        self._places.append(places)
         if moved and untraced:
             self._moves += 1
-            warnings.warn(
-                f"`{self.name}` should be compiled once. It was compiled anew, since arguments lie "
-                f"elsewhere than before: {'; '.join(moved[:3])}. "
-                "Give every batch the same sharding: `et.data.prefetch(loader, sharding)`.",
-                RecompilationWarning,
-                stacklevel=3,
-            )
+            message = _lies_elsewhere(self.name, moved)
+            warnings.warn(message, RecompilationWarning, stacklevel=3)
 
     def _diagnose(self, error: Exception, ts: TrainState, batch: PyTree) -> None:
         """Raises what `error` means in the terms of the caller, if that can be told."""
@@ -173,6 +189,32 @@ class Compiled:
             ) from error
         if isinstance(error, TypeError):
             batch_size(batch)  # which refuses, by name, what is no array
+
+
+def _batch_places(batch: PyTree) -> dict[str, Any]:
+    return {f"batch.{name}": _placement(leaf) for name, leaf in named_leaves(batch)}
+
+
+def _places(ts: TrainState, batch: PyTree) -> dict[str, Any]:
+    state = zip(ts.structure.names, map(_placement, ts.leaves), strict=True)
+    return dict(state) | _batch_places(batch)
+
+
+def _moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What lies elsewhere than before. What jit may put where it likes lies anywhere."""
+    return [
+        f"`{name}`: {before[name]} -> {place}"
+        for name, place in after.items()
+        if place is not None and before.get(name) is not None and before[name] != place
+    ]
+
+
+def _lies_elsewhere(name: str, moved: list[str]) -> str:
+    return (
+        f"`{name}` should be compiled once. Got arguments that lie elsewhere than before, for "
+        f"which it is compiled anew: {'; '.join(moved[:3])}. "
+        "Give every batch the same sharding: `et.data.prefetch(loader, sharding)`."
+    )
 
 
 def same_structure(a: Structure, b: Structure) -> bool:

@@ -12,9 +12,6 @@ import jax
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4,
-          "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16}  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -147,7 +144,9 @@ def _dims(shape: str) -> list[int]:
 
 
 def _size(shape: str) -> int:
-    return _BYTES[shape[: shape.index("[")]] * math.prod(_dims(shape))
+    kind = shape[: shape.index("[")]
+    bits = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])  # as in f32, bf16, f8e4m3fn
+    return math.prod(_dims(shape)) * bits // 8
 
 
 def _computations(text: str) -> dict[str, list[str]]:

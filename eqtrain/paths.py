@@ -43,7 +43,7 @@ def matching(*patterns: str, but: str | None = None) -> Callable[[PyTree], PyTre
 
     def choose(tree: PyTree) -> PyTree:
         names = [name for name, _ in named_leaves(tree)]
-        for pattern in patterns:
+        for pattern in (*patterns, *([but] if but else [])):
             if not any(re.search(pattern, name) for name in names):
                 raise ValueError(
                     "A pattern of `matching` must match a leaf. "

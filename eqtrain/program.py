@@ -108,7 +108,7 @@ class Program(Level):
 
     def lower(self, ts: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does; nothing is run."""
-        return self.compiled.jitted(ts.structure).lower(ts.leaves, batch)
+        return self.compiled.lower(ts, batch)
 
     def inspect(self, ts: TrainState, batch: PyTree) -> Inspection:
         """What the compiled step costs: collectives, FLOPs, bytes a device. Nothing is run."""

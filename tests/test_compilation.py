@@ -130,12 +130,6 @@ def test_as_many_compilations_as_allowed_are_warned_of():
         program(ts, rows(2))
 
 
-# Known gaps. JAX traces again when a batch moves between host and devices, and the report, which
-# sees shapes and dtypes while tracing, does not name the batch. What is compiled again without
-# tracing is known only after the step ran, too late for an error that loses nothing.
-UNNAMED = pytest.mark.xfail(reason="a batch that moved is reported, but not by name", strict=True)
-TOO_LATE = pytest.mark.xfail(reason="a batch that moved is reported by a warning", strict=True)
-
 SPLIT, WHOLE = NamedSharding(MESH, P("data")), NamedSharding(MESH, P())
 
 
@@ -144,8 +138,8 @@ SPLIT, WHOLE = NamedSharding(MESH, P("data")), NamedSharding(MESH, P())
     [
         pytest.param((SPLIT, WHOLE), id="split-whole"),
         pytest.param((WHOLE, SPLIT), id="whole-split"),
-        pytest.param((None, SPLIT), id="host-split", marks=UNNAMED),
-        pytest.param((SPLIT, None), id="split-host", marks=UNNAMED),
+        pytest.param((None, SPLIT), id="host-split"),
+        pytest.param((SPLIT, None), id="split-host"),
     ],
 )
 def test_a_batch_that_lies_elsewhere_is_reported_by_argument(places: Any):
@@ -157,7 +151,6 @@ def test_a_batch_that_lies_elsewhere_is_reported_by_argument(places: Any):
     assert program.compilations == 2
 
 
-@TOO_LATE
 def test_a_batch_that_lies_elsewhere_is_an_error_if_it_is_one_too_many():
     program = program_of(*CHAINS["mesh"], max_compilations=1)
     ts, _ = program(started(program), jax.device_put(rows(8), SPLIT))

@@ -213,3 +213,11 @@ def test_names_and_comments_are_no_collectives():
     )
     assert collectives_of(text) == []
     assert re.search("all-reduce", text)  # it is the reading that leaves them out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("pred", 8), ("bf16", 16), ("f8e4m3fn", 8), ("s4", 4), ("c64", 64)]
+)
+def test_bytes_of_dtypes(dtype: str, expected: int):
+    line = ALL_REDUCE.replace("f32[8]", f"{dtype}[8]")
+    assert counted(module(line)) == [("all-reduce", (f"{dtype}[8]",), expected)]

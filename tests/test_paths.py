@@ -74,6 +74,7 @@ def test_pattern_that_matches_nothing_is_refused(patterns):
         et.matching(*patterns)(TREE)
 
 
-def test_exception_that_matches_nothing_is_none():
-    """One rule serves models with norms and without."""
-    assert et.matching(".", but="bias")(TREE) == et.matching(".")(TREE)
+def test_exception_that_matches_nothing_is_refused():
+    """A misspelt exception would let the norms decay without a word."""
+    with pytest.raises(ValueError, match="Got 'nrom', which matches none of: .*norm.scale"):
+        et.matching(".", but="nrom")(TREE)
