@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 from jaxtyping import PyTree
 
 from .contribution import batch_size
@@ -161,14 +162,14 @@ class Compiled:
         if isinstance(error, UsedStateError | RecompilationError):
             return
         for name, leaf in zip(ts.structure.names, ts.leaves, strict=True):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            if _is_concrete(leaf) and leaf.is_deleted():
                 raise UsedStateError(
                     "A TrainState must own its buffers. "
                     f"Got one whose `{name}` was deleted: another call that donates took it. "
                     "Use the TrainState which that call returned."
                 ) from error
         for name, leaf in named_leaves(batch):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            if _is_concrete(leaf) and leaf.is_deleted():
                 raise UsedStateError(
                     f"A batch must be alive. Got `batch.{name}`, which was deleted or donated. "
                     "Take it from the loader again."
@@ -250,9 +251,14 @@ def _kind(leaf: Any) -> str:
     return kind(aval) + (" (weak)" if getattr(aval, "weak_type", False) else "")
 
 
+def _is_concrete(leaf: Any) -> bool:
+    """Whether a leaf has buffers, which a tracer of somebody's own jit around the call has not."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
 def _placement(leaf: Any) -> Any:
     """Where a committed array lies; None for what jit may put where it likes."""
-    return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+    return leaf.sharding if _is_concrete(leaf) and leaf.committed else None
 
 
 def _differences(before: dict[str, str], after: dict[str, str]) -> str:
