@@ -233,7 +233,7 @@ def check_donated(name: str, before: TrainState, after: tuple[Any, ...]) -> None
     kept = [
         leaf_name
         for leaf_name, old, new in zip(before.structure.names, before.leaves, after, strict=True)
-        if isinstance(old, jax.Array) and old is not new and not old.is_deleted()
+        if _is_concrete(old) and old is not new and not old.is_deleted()
     ]
     if kept:
         warnings.warn(
