@@ -66,7 +66,9 @@ class Structure:
 
     def unpack(self, leaves: tuple[Any, ...]) -> Parts:
         arrays = iter(leaves)
-        flat = [next(arrays) if leaf is _ARRAY else leaf for leaf in self.static]
+        flat = [
+            leaf.restore(next(arrays)) if isinstance(leaf, _Array) else leaf for leaf in self.static
+        ]
         return jax.tree.unflatten(self.treedef, flat)
 
     def pack(self, parts: Parts) -> tuple[Array, ...]:
@@ -87,22 +89,37 @@ class Structure:
         return tuple(map(strong, leaves))
 
 
+@dataclasses.dataclass(frozen=True)
 class _Array:
-    """Stands for an array among the static leaves."""
+    """Stands for an array among the static leaves.
 
-    def __repr__(self) -> str:
-        return "an array"
+    A typed key is held as its words, `key_impl` saying of which kind, since each typed key among
+    the arguments of a compiled program costs its caller microseconds.
+    """
 
+    key_impl: Any = None
 
-_ARRAY = _Array()
+    def restore(self, leaf: Any) -> Any:
+        if self.key_impl is None or not eqx.is_array(leaf):
+            return leaf
+        return jax.random.wrap_key_data(leaf, impl=self.key_impl)
 
 
 def flatten(parts: Parts) -> tuple[Any, tuple[Any, ...], tuple[str, ...], tuple[Array, ...]]:
     """Takes trees apart: the treedef, the static leaves, and the arrays with their names."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(parts)
-    static = tuple(_ARRAY if eqx.is_array(leaf) else leaf for _, leaf in paths)
-    arrays = [(path_name(path), leaf) for path, leaf in paths if eqx.is_array(leaf)]
+    static = tuple(_Array(_key_impl(leaf)) if eqx.is_array(leaf) else leaf for _, leaf in paths)
+    arrays = [(path_name(path), _words(leaf)) for path, leaf in paths if eqx.is_array(leaf)]
     return treedef, static, tuple(name for name, _ in arrays), tuple(leaf for _, leaf in arrays)
+
+
+def _key_impl(leaf: Array) -> Any:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_impl(leaf) if is_key else None
+
+
+def _words(leaf: Array) -> Array:
+    return leaf if _key_impl(leaf) is None else jax.random.key_data(leaf)
 
 
 def _what_changed(structure: Structure, static: tuple[Any, ...], names: tuple[str, ...]) -> str:
