@@ -15,6 +15,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from .metrics import (
@@ -59,12 +60,14 @@ class Objective:
     """What is to be differentiated: `scale * sum_k weights[k] * total[k]`, by which leaves.
 
     `weights` is None for a loss of one term. `trainable` is a pytree of booleans like the model,
-    or None for the loss and metrics alone.
+    or None for the loss and metrics alone. `grad_specs` says how `shard` is to leave the gradient
+    of each trainable leaf, if not as the leaf lies.
     """
 
     trainable: PyTree | None = None
     weights: Float[Array, " terms"] | None = None
     scale: Float[Array, ""] | None = None
+    grad_specs: tuple[P, ...] | None = None
 
 
 def mean_grads(contribution: Contribution, objective: Objective) -> PyTree:

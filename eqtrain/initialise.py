@@ -23,6 +23,7 @@ def init_state(
     key: Array,
     begin: Callable[[PyTree, PyTree, Array], Parts],
     layout: Layout | None,
+    state_layout: Layout | None,
     is_trainable: Callable[[PyTree], PyTree],
 ) -> TrainState:
     """Runs `make(key)` and what the chain adds, each array born on the devices where it belongs.
@@ -51,7 +52,7 @@ def init_state(
     # Traced once. Arrays that `make` closed over become arguments of the program, not constants.
     closed, shapes = jax.make_jaxpr(build, return_shape=True)(key)
     treedef, static, names, trainable = found[-1]
-    shardings = _shardings(layout, names, shapes, trainable)
+    shardings = _shardings(layout, state_layout, names, shapes, trainable)
 
     def run(consts: list[Any], key: Array) -> list[Array]:
         return jax.core.eval_jaxpr(closed.jaxpr, consts, key)
@@ -110,17 +111,21 @@ def _trainable_names(model: PyTree, is_trainable: Callable[[PyTree], PyTree]) ->
 
 
 def _shardings(
-    layout: Layout | None, names: tuple[str, ...], shapes: tuple[Any, ...], trainable: set[str]
+    layout: Layout | None,
+    state_layout: Layout | None,
+    names: tuple[str, ...],
+    shapes: tuple[Any, ...],
+    trainable: set[str],
 ) -> tuple[Any, ...]:
     """Where each leaf lies: the model's by placement, what follows a parameter with it."""
-    if layout is None:
+    if layout is None or state_layout is None:
         return (None,) * len(names)
     model = {
         path: shape
         for name, shape in zip(names, shapes, strict=True)
         if (path := _in_model(name)) is not None
     }
-    specs = layout.specs_by_name(model)
+    specs, state_specs = layout.specs_by_name(model), state_layout.specs_by_name(model)
     shardings = []
     for name, shape in zip(names, shapes, strict=True):
         spec = P()
@@ -129,7 +134,7 @@ def _shardings(
         elif name.startswith(("opt_state", "extra")):
             owner = _owner(name, trainable)
             if owner is not None and model[owner].shape == shape.shape:
-                spec = specs[owner]
+                spec = state_specs[owner] if name.startswith("opt_state") else specs[owner]
         shardings.append(layout.sharding(spec))
     return tuple(shardings)
 

@@ -70,6 +70,8 @@ class Step(Level):
     begin: Callable[[PyTree, PyTree, Array], Parts]
     advance: Advance
     layout: Layout | None
+    # How the optimizer's state lies, which is as the parameters unless `update` splits it.
+    state_layout: Layout | None
     is_trainable: Callable[[PyTree], PyTree]
     layers: tuple[Layer, ...] = ()
     num_steps: int | None = None
@@ -83,7 +85,7 @@ class Step(Level):
                 parts = layer.begin(parts)
             return parts
 
-        return init_state(make, key, begin, self.layout, self.is_trainable)
+        return init_state(make, key, begin, self.layout, self.state_layout, self.is_trainable)
 
     def run(self, parts: Parts, batch: PyTree) -> tuple[Parts, dict[str, PyTree], Any]:
         """Takes the step (or steps): the next parts, the metrics, and the alarm."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,33 +16,61 @@ from ..metrics import AbstractMetric, Max, Min, accumulator_dtype
 from ..varying import vary, varying
 from .placement import Axes, entry_axes
 
+# Which dims of a leaf are split over which batch axes. Dims count from the last, so that a leaf of
+# stacked blocks and the slice of it that a scan takes are split alike.
+Splits = tuple[tuple[int, Axes], ...]
 
-def gather(x: Array, spec: P, axes: Axes, dtype: Any) -> Array:
-    """Makes a leaf whole along the batch axes that split it; once a call of the shard.
+
+def splits_of(spec: P, ndim: int, axes: Axes) -> Splits:
+    """The dims of a leaf with `spec` that are split over some of `axes`."""
+    found = [
+        (dim - ndim, tuple(axis for axis in entry_axes(entry) if axis in axes))
+        for dim, entry in enumerate(spec)
+    ]
+    return tuple((dim, split) for dim, split in found if split)
+
+
+def gather_splits(x: Array, splits: Splits, dtype: Any) -> Array:
+    """Makes a leaf whole along the batch axes that split it.
 
     It travels in `dtype`, the compute dtype, since that is what the loss would cast it to.
     """
-    for dim, entry in enumerate(spec):
-        split = tuple(axis for axis in entry_axes(entry) if axis in axes)
-        if split:
-            if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
-                x = x.astype(dtype)
-            x = lax.all_gather(x, split, axis=dim, tiled=True)
+    if splits and dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(dtype)
+    for dim, axes in splits:
+        # Varies over `axes` before and after; once a call of the shard, or once a block if lazy.
+        x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
     return x
 
 
-def scatter(grad: Array, spec: P, axes: Axes) -> tuple[Array, Axes]:
-    """Sums a gradient over the batch axes that split its leaf, keeping this device's shard.
+def scatter_splits(grad: Array, splits: Splits) -> Array:
+    """Sums a gradient over the batch axes that split its leaf, keeping this device's shard."""
+    for dim, axes in splits:
+        grad = lax.psum_scatter(grad, axes, scatter_dimension=grad.ndim + dim, tiled=True)
+    return grad
 
-    What comes back is still to be summed over the axes beside it.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_in_loss(x: Array, splits: Splits, dtype: Any, stored: Any) -> Array:
+    """`gather_splits` for use inside a loss: its gradient is scattered, summed in float32.
+
+    JAX's own transpose would sum in the compute dtype. `stored` is the dtype of `x`.
     """
-    done: Axes = ()
-    for dim, entry in enumerate(spec):
-        split = tuple(axis for axis in entry_axes(entry) if axis in axes)
-        if split:
-            grad = lax.psum_scatter(grad, split, scatter_dimension=dim, tiled=True)
-            done += split
-    return grad, tuple(axis for axis in axes if axis not in done)
+    return gather_splits(x, splits, dtype)
+
+
+def _gather_forward(x: Array, splits: Splits, dtype: Any, stored: Any) -> tuple[Array, None]:
+    return gather_splits(x, splits, dtype), None
+
+
+def _scatter_backward(
+    splits: Splits, dtype: Any, stored: Any, _: None, grad: Array
+) -> tuple[Array]:
+    wide = grad.astype(accumulator_dtype(grad.dtype))
+    return (scatter_splits(wide, splits).astype(stored),)
+
+
+gather_in_loss.defvjp(_gather_forward, _scatter_backward)
 
 
 class Sums:

@@ -16,16 +16,22 @@ from jaxtyping import PyTree
 from ..paths import named_leaves, path_name
 
 Axes = tuple[str, ...]
+# Leaves of fewer elements are replicated: gathering them costs more than it saves.
+MIN_SIZE = 2**12
 # (path, leaf, mesh) -> spec
 Rule = Callable[[str, Any, Mesh], P]
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A rule that gives each leaf its spec, and a check that it was meant for this tree."""
+    """A rule that gives each leaf its spec, and a check that it was meant for this tree.
+
+    `lazy` says of a path whether its leaf is handed to the loss as a shard, for `et.gather`.
+    """
 
     rule: Rule
     check: Callable[[list[str]], None] = lambda names: None
+    lazy: Callable[[str], bool] = lambda path: False
 
 
 def replicate() -> Placement:
@@ -33,7 +39,13 @@ def replicate() -> Placement:
     return Placement(lambda path, leaf, mesh: P())
 
 
-def fsdp(axis: str, *, min_size: int = 2**12) -> Placement:
+def fsdp(
+    axis: str,
+    *,
+    min_size: int = MIN_SIZE,
+    lazy: str | None = None,
+    beside: Placement | None = None,
+) -> Placement:
     """Splits each leaf over `axis`, along its largest dim that the axis's size divides.
 
     **Arguments:**
@@ -41,29 +53,98 @@ def fsdp(axis: str, *, min_size: int = 2**12) -> Placement:
     - `axis`: a mesh axis. If the batch is split over it, a leaf is gathered before the loss and its
       gradient scattered after it.
     - `min_size`: a leaf of fewer elements is replicated; gathering it costs more than it saves.
+    - `lazy`: the path of a subtree, such as `"blocks"`, whose leaves reach the loss as shards: the
+      model calls `et.gather(block)` in a scanned, rematerialised block, so that one block is whole
+      at a time. Blocks are stacked along dim 0, which is therefore not split and does not count for
+      `min_size`; or they are a sequence, as in `blocks.0.weight`.
+    - `beside`: a placement that goes first, such as tensor-parallel `et.rules`. This one splits a
+      dim that it left whole.
 
-    **Raises:** `ValueError`, when a model is placed, for a leaf none of whose dims divides.
+    **Raises:** `ValueError`, when a model is placed, for a leaf none of whose dims divides, by its
+    path: nothing is padded. `ValueError` for `lazy` that is the path of nothing.
 
     **Reference:** Rajbhandari et al. 2020 (ZeRO), https://arxiv.org/abs/1910.02054
+
+    ```python
+    >>> heads = et.rules({r"query": P(None, "model")})
+    >>> placement = et.fsdp("data", lazy="blocks", beside=heads)
+
+    ```
     """
 
     def rule(path: str, leaf: Any, mesh: Mesh) -> P:
         _require_axes(mesh, (axis,), f"fsdp({axis!r})")
-        size = mesh.shape[axis]
-        if math.prod(leaf.shape) < min_size or size == 1:
-            return P()
-        dims = [dim for dim in range(leaf.ndim) if leaf.shape[dim] % size == 0]
-        if not dims:
+        spec = P() if beside is None else beside.rule(path, leaf, mesh)
+        first = 1 if _is_stacked(path, lazy) else 0
+        dims = _whole_dims(leaf, spec, first)
+        if math.prod(leaf.shape[first:]) < min_size or mesh.shape[axis] == 1:
+            return spec
+        split = _split_largest(leaf, spec, dims, axis, mesh.shape[axis])
+        if split is None:
+            left = "" if len(dims) == leaf.ndim else f", of which dims {dims} may be split"
             raise ValueError(
-                f"`fsdp` must find a dim that the {size} devices of axis `{axis}` divide. "
-                f"Got `{path}` of shape {leaf.shape}. "
-                f"Raise `min_size` above {math.prod(leaf.shape)} to replicate it, or place it by "
-                f"`et.rules({{{re.escape(path)!r}: P()}}, otherwise=et.fsdp({axis!r}))`."
+                f"`fsdp` must find a dim that the {mesh.shape[axis]} devices of axis `{axis}` "
+                f"divide. Got `{path}` of shape {leaf.shape}{left}. "
+                f"Raise `min_size` above {math.prod(leaf.shape[first:])} to replicate it, or place "
+                f"it by `et.rules({{{re.escape(path)!r}: P()}}, otherwise=et.fsdp({axis!r}))`."
             )
-        dim = max(dims, key=lambda dim: leaf.shape[dim])
-        return P(*([None] * dim), axis)
+        return split
 
-    return Placement(rule)
+    def check(names: list[str]) -> None:
+        if beside is not None:
+            beside.check(names)
+        if lazy is not None and not any(_is_within(name, lazy) for name in names):
+            raise ValueError(
+                "`lazy` of `fsdp` must be the path of a subtree of the model. "
+                f"Got {lazy!r}, where the leaves are: {', '.join(names)}. "
+                "Write the first parts of the paths that are gathered later."
+            )
+
+    return Placement(rule, check, lambda path: lazy is not None and _is_within(path, lazy))
+
+
+def split_state(placement: Placement, axis: str) -> Placement:
+    """How optimizer state lies: as its parameters by `placement`, and split over `axis` beside.
+
+    What is small, or has no dim that divides, stays as its parameter: no loss looks at it.
+    """
+
+    def rule(path: str, leaf: Any, mesh: Mesh) -> P:
+        spec = placement.rule(path, leaf, mesh)
+        if math.prod(leaf.shape) < MIN_SIZE or axis in spec_axes(spec) or mesh.shape[axis] == 1:
+            return spec
+        dims = _whole_dims(leaf, spec, 0)
+        return _split_largest(leaf, spec, dims, axis, mesh.shape[axis]) or spec
+
+    return Placement(rule, placement.check, placement.lazy)
+
+
+def _whole_dims(leaf: Any, spec: P, first: int) -> list[int]:
+    """The dims from `first` on that a spec does not split."""
+    return [dim for dim in range(first, leaf.ndim) if dim >= len(spec) or spec[dim] is None]
+
+
+def _split_largest(leaf: Any, spec: P, dims: list[int], axis: str, size: int) -> P | None:
+    """The spec with the largest of `dims` that divides split over `axis`; None if none does."""
+    dims = [dim for dim in dims if leaf.shape[dim] % size == 0]
+    if not dims:
+        return None
+    entries = [*spec, *[None] * (leaf.ndim - len(spec))]
+    entries[max(dims, key=lambda dim: leaf.shape[dim])] = axis
+    return P(*entries)
+
+
+def _is_within(path: str, subtree: str) -> bool:
+    return path == subtree or path.startswith(f"{subtree}.")
+
+
+def _is_stacked(path: str, lazy: str | None) -> bool:
+    """Whether dim 0 of a lazy leaf numbers the blocks, which a scan takes apart."""
+    return (
+        lazy is not None
+        and _is_within(path, lazy)
+        and not path[len(lazy) + 1 :].split(".")[0].isdigit()
+    )
 
 
 def rules(
@@ -84,11 +165,14 @@ def rules(
     ```
     """
 
-    def rule(path: str, leaf: Any, mesh: Mesh) -> P:
+    def chosen(path: str) -> Placement:
         for pattern, spec in patterns.items():
             if re.search(pattern, path):
-                return as_rule(spec)(path, leaf, mesh)
-        return P() if otherwise is None else as_rule(otherwise)(path, leaf, mesh)
+                return as_placement(spec)
+        return replicate() if otherwise is None else as_placement(otherwise)
+
+    def rule(path: str, leaf: Any, mesh: Mesh) -> P:
+        return chosen(path).rule(path, leaf, mesh)
 
     def check(names: list[str]) -> None:
         for pattern in patterns:
@@ -98,12 +182,10 @@ def rules(
                     f"Got {pattern!r}, which matches none of: {', '.join(names)}. "
                     "Correct the pattern, or leave it out."
                 )
+        for spec in (*patterns.values(), *([] if otherwise is None else [otherwise])):
+            as_placement(spec).check(names)
 
-    return Placement(rule, check)
-
-
-def as_rule(spec: P | Placement) -> Rule:
-    return spec.rule if isinstance(spec, Placement) else lambda path, leaf, mesh: spec
+    return Placement(rule, check, lambda path: chosen(path).lazy(path))
 
 
 def as_placement(given: Any) -> Placement:
@@ -111,7 +193,7 @@ def as_placement(given: Any) -> Placement:
     if isinstance(given, Placement):
         return given
     if isinstance(given, P):
-        return Placement(as_rule(given))
+        return Placement(lambda path, leaf, mesh: given)
     # Looked for first: a tree of specs that is an Equinox module may be callable too.
     specs = {
         path_name(path): spec

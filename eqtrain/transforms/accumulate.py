@@ -20,6 +20,7 @@ from ..contribution import (
 )
 from ..levels import Contribute, Link, as_contribute
 from ..metrics import accumulator_dtype, collapse
+from ..sharding.placement import Layout
 from ..varying import vary, varying
 
 
@@ -84,7 +85,7 @@ def accumulate(num_microbatches: int) -> Callable[[Any], Contribute]:
                 grads = jax.tree.map(jnp.add, grads, added.grads)
                 return (grads, _like(arrays, added.state)), (added.loss, added.metrics)
 
-            zeros = _zero_grads(model, objective)
+            zeros = _zero_grads(inner.layout, model, objective)
             (grads, arrays), (loss, metrics) = lax.scan(body, (zeros, arrays), parts)
             return Contribution(
                 grads, collapse(loss), eqx.combine(arrays, static), collapse(metrics)
@@ -150,12 +151,18 @@ def _first(parts: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[0], parts)
 
 
-def _zero_grads(model: PyTree, objective: Objective) -> PyTree:
+def _zero_grads(layout: Layout | None, model: PyTree, objective: Objective) -> PyTree:
     if objective.trainable is None:
         return None
     params = eqx.filter(model, objective.trainable)
     # zeros_like varies over the mesh axes that the leaf varies over, as the scan's carry must.
-    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype)), params)
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype)), params)
+    if layout is None or objective.grad_specs is None:
+        return zeros
+    # Outside `shard` the carry lies as each microbatch's gradient does, which holds less (ZeRO-2).
+    leaves, treedef = jax.tree.flatten(zeros)
+    shardings = [layout.sharding(spec) for spec in objective.grad_specs]
+    return treedef.unflatten(lax.with_sharding_constraint(leaves, shardings))
 
 
 def _settle(

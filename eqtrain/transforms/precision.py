@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from ..levels import Link, Loss, LossScaling, as_loss, once
 from ..paths import path_name
+from ..sharding.lazy import compute_in, is_shard
 
 
 def precision(dtype: Any, *, loss_scaling: LossScaling | None = None) -> Callable[[Any], Loss]:
@@ -66,10 +67,12 @@ def precision(dtype: Any, *, loss_scaling: LossScaling | None = None) -> Callabl
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:
     """Casts the floating arrays of a tree."""
-    return jax.tree.map(lambda leaf: _cast(leaf, dtype), tree)
+    return jax.tree.map(lambda leaf: _cast(leaf, dtype), tree, is_leaf=is_shard)
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
+    if is_shard(leaf):
+        return compute_in(leaf, dtype)
     floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
     return leaf.astype(dtype) if floating else leaf
 

@@ -19,11 +19,13 @@ from ..metrics import map_metrics
 from ..paths import named_leaves
 from ..sharding.collectives import (
     Sums,
-    gather,
+    gather_splits,
     reduce_metric,
     reduce_state,
-    scatter,
+    scatter_splits,
+    splits_of,
 )
+from ..sharding.lazy import Shard
 from ..sharding.placement import Layout, Placement, make_layout, replicate
 from ..varying import vary, varying
 
@@ -94,17 +96,18 @@ def _contribute(
     key: Any,
     objective: Objective,
 ) -> Contribution:
-    arrays, static = eqx.partition(model, eqx.is_array)
+    arrays = eqx.filter(model, eqx.is_array)
     specs = layout.model_specs(arrays)
     trainable = _trainable_indices(arrays, objective.trainable)
+    grad_specs = objective.grad_specs or tuple(specs[index] for index in trainable)
     outer_state, static_state = eqx.partition(state, eqx.is_array)
 
     def local(
         leaves: list[Array], state: PyTree, batch: PyTree, key: Array, weights: Any, scale: Any
     ) -> tuple[list[Array], tuple[PyTree, PyTree, PyTree]]:
-        whole = _whole(layout, inner, leaves, specs, trainable)
+        seen = _as_seen(layout, inner, model, leaves, specs, trainable)
         contribution = inner.contribute(
-            eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), whole), static),
+            seen,
             eqx.combine(state, static_state),
             batch,
             key,
@@ -112,9 +115,17 @@ def _contribute(
         )
         sums = Sums()
         grads = []
-        for index, grad in zip(trainable, jax.tree.leaves(contribution.grads), strict=True):
-            shard_of_grad, axes = scatter(grad, specs[index], layout.batch_axes)
-            grads.append(sums.add(shard_of_grad, axes))
+        lazy = [isinstance(leaf, Shard) for leaf in _array_nodes(seen)]
+        for index, grad, spec in zip(
+            trainable, jax.tree.leaves(contribution.grads), grad_specs, strict=True
+        ):
+            splits = splits_of(spec, grad.ndim, layout.batch_axes)
+            done = splits_of(specs[index], grad.ndim, layout.batch_axes) if lazy[index] else ()
+            grad = scatter_splits(grad, tuple(split for split in splits if split not in done))
+            summed = {axis for _, axes in splits for axis in axes}
+            grads.append(
+                sums.add(grad, tuple(axis for axis in layout.batch_axes if axis not in summed))
+            )
         loss = _reduce_metrics(layout, "loss", contribution.loss, sums)
         metrics = _reduce_metrics(layout, "metrics", contribution.metrics, sums)
         new_state = _reduce_state(layout, contribution.state, sums)
@@ -125,7 +136,7 @@ def _contribute(
         local,
         mesh=layout.mesh,
         in_specs=(specs, P(), *_data_specs(layout, batch), P(), P()),
-        out_specs=([specs[index] for index in trainable], P()),
+        out_specs=(list(grad_specs), P()),
         check_vma=True,
     )(jax.tree.leaves(arrays), outer_state, batch, key, objective.weights, objective.scale)
     return Contribution(
@@ -139,18 +150,13 @@ def _contribute(
 def _count(
     layout: Layout, inner: Contribute, model: PyTree, state: PyTree, batch: PyTree, key: Any
 ) -> tuple[tuple[Array, ...], PyTree]:
-    arrays, static = eqx.partition(model, eqx.is_array)
+    arrays = eqx.filter(model, eqx.is_array)
     specs = layout.model_specs(arrays)
     outer_state, static_state = eqx.partition(state, eqx.is_array)
 
     def local(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
-        whole = _whole(layout, inner, leaves, specs, [])
-        counts, new_state = inner.count(
-            eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), whole), static),
-            eqx.combine(state, static_state),
-            batch,
-            key,
-        )
+        seen = _as_seen(layout, inner, model, leaves, specs, [])
+        counts, new_state = inner.count(seen, eqx.combine(state, static_state), batch, key)
         sums = Sums()
         later = [sums.add(count, layout.batch_axes) for count in counts]
         reduced = _reduce_state(layout, new_state, sums)
@@ -167,18 +173,34 @@ def _count(
     return counts, eqx.combine(new_state, static_state)
 
 
-def _whole(
-    layout: Layout, inner: Contribute, leaves: list[Array], specs: list[P], trainable: list[int]
-) -> list[Array]:
-    """The leaves as the loss sees them on this device."""
-    whole = [
-        gather(leaf, spec, layout.batch_axes, inner.compute_dtype)
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
-    # An unvarying leaf would make `jax.grad` sum over the batch axes inside every microbatch.
-    for index in trainable:
-        whole[index] = vary(whole[index], layout.batch_axes)
-    return whole
+def _as_seen(
+    layout: Layout,
+    inner: Contribute,
+    model: PyTree,
+    leaves: list[Array],
+    specs: list[P],
+    trainable: list[int],
+) -> PyTree:
+    """The model as the loss sees it on this device, from this device's shards of its arrays."""
+    flat, treedef = jax.tree.flatten(model)
+    names = [name for name, leaf in named_leaves(model) if eqx.is_array(leaf)]
+    seen = []
+    for index, (name, leaf, spec) in enumerate(zip(names, leaves, specs, strict=True)):
+        splits = splits_of(spec, leaf.ndim, layout.batch_axes)
+        lazy = bool(splits) and layout.placement.lazy(name)
+        if not lazy:
+            leaf = gather_splits(leaf, splits, inner.compute_dtype)
+        if index in trainable:
+            # Else `jax.grad` would sum over the batch axes inside every microbatch.
+            leaf = vary(leaf, layout.batch_axes)
+        seen.append(Shard(leaf, f"model.{name}", splits) if lazy else leaf)
+    arrays = iter(seen)
+    return treedef.unflatten([next(arrays) if eqx.is_array(leaf) else leaf for leaf in flat])
+
+
+def _array_nodes(model: PyTree) -> list[Any]:
+    nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, Shard))
+    return [node for node in nodes if isinstance(node, Shard) or eqx.is_array(node)]
 
 
 def _data_specs(layout: Layout, batch: PyTree) -> tuple[PyTree, P]:

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, PyTree
 
 from ..contribution import batch_size, mean_grads
@@ -19,6 +20,7 @@ from ..levels import Contribute, Link, LossScaling, as_contribute, is_trainable_
 from ..metrics import Combination, Mean
 from ..paths import named_leaves
 from ..random import example_keys
+from ..sharding.placement import Layout, split_state
 from ..state import Parts, scalars_as_arrays
 from ..step import Outcome, Step, keep
 from .precision import cast
@@ -28,7 +30,10 @@ Choice = Any
 
 
 def update(
-    optimizer: optax.GradientTransformation, *, trainable: Choice = None
+    optimizer: optax.GradientTransformation,
+    *,
+    trainable: Choice = None,
+    shard_state: str | None = None,
 ) -> Callable[[Any], Step]:
     """Divides the summed gradients by the global count, once, and hands them to an optimizer.
 
@@ -42,10 +47,16 @@ def update(
     - `trainable`: which leaves are trained: a function from the model to a pytree of booleans, such
       as `et.matching("head")`, or such a pytree. Every floating array unless given. The others get
       no gradients and no moments, and have no share in the norm.
+    - `shard_state`: a mesh axis, or an `et.fsdp(axis, ...)`, over which the optimizer's state is
+      split beside what splits the parameters (ZeRO-1). Gradients are scattered over it, each device
+      updates its part, and the new parameters are gathered. It takes `et.shard` in the chain.
 
     **Returns:** a Step, whose metrics are the loss's with `loss` and `grad_norm` beside them.
 
-    **Raises:** `ValueError` if nothing is trainable; `TypeError` for an optimizer that is none.
+    **Raises:** `ValueError` if nothing is trainable, and for `shard_state` without `et.shard`;
+    `TypeError` for an optimizer that is none.
+
+    **Reference:** Rajbhandari et al. 2020 (ZeRO), https://arxiv.org/abs/1910.02054
 
     ```python
     >>> def loss(model, state, batch, key):
@@ -64,6 +75,7 @@ def update(
 
     def transform(given: Any) -> Step:
         inner = as_contribute(given, source)
+        state_layout = _state_layout(inner.layout, shard_state)
 
         def begin(model: PyTree, state: PyTree, key: Array) -> Parts:
             if inner.compute_dtype is not None:
@@ -83,7 +95,7 @@ def update(
             )
 
         def advance(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
-            return _advance(inner, optimizer, trainable, parts, batch)
+            return _advance(inner, optimizer, trainable, state_layout, parts, batch)
 
         return Step(
             chain=(*inner.chain, Link(source, Step)),
@@ -91,14 +103,46 @@ def update(
             begin=begin,
             advance=advance,
             layout=inner.layout,
+            state_layout=state_layout,
             is_trainable=lambda model: _trainable_mask(model, trainable),
         )
 
     return transform
 
 
+def _state_layout(layout: Layout | None, shard_state: str | None) -> Layout | None:
+    """How the optimizer's state lies: as the parameters, and split further over `shard_state`."""
+    if shard_state is None:
+        return layout
+    if layout is None:
+        raise ValueError(
+            "`shard_state` splits the optimizer's state over an axis of a mesh. "
+            f"Got {shard_state!r} and a chain without a mesh. "
+            "Put `et.shard(mesh, ...)` before `et.update`."
+        )
+    if shard_state not in layout.batch_axes:
+        raise ValueError(
+            "`shard_state` must be an axis that splits the batch, over which gradients are summed. "
+            f"Got {shard_state!r}, where the batch is split over {layout.batch_axes}. "
+            "Name one of those."
+        )
+    return dataclasses.replace(layout, placement=split_state(layout.placement, shard_state))
+
+
+def _constrain(params: PyTree, layout: Layout, specs: dict[str, P]) -> PyTree:
+    """Says how each leaf of `params` is to lie."""
+    leaves, treedef = jax.tree.flatten(params)
+    shardings = [layout.sharding(specs[name]) for name, _ in named_leaves(params)]
+    return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, shardings))
+
+
 def _advance(
-    inner: Contribute, optimizer: Any, trainable: Choice, parts: Parts, batch: PyTree
+    inner: Contribute,
+    optimizer: Any,
+    trainable: Choice,
+    state_layout: Layout | None,
+    parts: Parts,
+    batch: PyTree,
 ) -> tuple[Parts, Outcome]:
     rows = batch_size(batch)
     keys = example_keys(parts.key, parts.step, jnp.arange(rows, dtype=jnp.int32))
@@ -107,6 +151,12 @@ def _advance(
     # A scale is meant for the gradient of a mean, and a total's is some power of two larger.
     applied = None if scale is None else scale * 2.0 ** -math.floor(math.log2(rows))
     objective = inner.objective(parts.model, parts.state, batch, keys, mask, applied)
+    arrays = dict(named_leaves(eqx.filter(parts.model, eqx.is_array)))
+    layout, split = inner.layout, None if state_layout is inner.layout else state_layout
+    if split is not None:
+        specs = split.specs_by_name(arrays)
+        names = [name for name, _ in named_leaves(eqx.filter(parts.model, mask))]
+        objective = dataclasses.replace(objective, grad_specs=tuple(specs[name] for name in names))
     total = inner.contribute(parts.model, parts.state, batch, keys, objective)
 
     grads = mean_grads(total, objective)
@@ -120,6 +170,10 @@ def _advance(
         value=total.loss.value,
     )
     params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
+    if split is not None and layout is not None:
+        # Each device updates its part; only then the parts are gathered.
+        params = _constrain(params, split, split.specs_by_name(arrays))
+        params = _constrain(params, layout, layout.specs_by_name(arrays))
     new = Parts(
         model=eqx.combine(params, parts.model),
         state=total.state,
