@@ -1,4 +1,4 @@
-"""What a figure was measured on: part of the JSON line that every benchmark ends with."""
+"""What a benchmark runs on, as its JSON line says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import jax
 
 PACKAGES = ("eqtrain", "jax", "jaxlib", "equinox", "optax", "numpy", "torch", "scikit-learn")
 
@@ -30,6 +32,16 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def make_cpu_devices(count: int) -> None:
+    """Makes `count` devices of the CPU, before JAX uses its first one, and threads for them.
+
+    See `et.mesh` on why there must be more threads than devices.
+    """
+    os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def _relative(argument: str) -> str:

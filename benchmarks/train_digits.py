@@ -32,7 +32,7 @@ from rich.table import Table
 
 import eqtrain as et
 from benchmarks import datasets
-from benchmarks.environment import environment
+from benchmarks.environment import environment, make_cpu_devices
 from models.resnet import RESNET_TINY, ResNet
 
 Rows = dict[str, np.ndarray]
@@ -167,8 +167,7 @@ def fit(
 
 def main() -> None:
     args = arguments()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.devices)
+    make_cpu_devices(args.devices)
     started = time.perf_counter()
     console = Console()
     folder = args.run or Path("runs") / f"{args.dataset}-{time.strftime('%Y%m%d-%H%M%S')}"

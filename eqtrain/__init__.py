@@ -26,6 +26,7 @@ from .random import dropout as dropout
 from .random import example_keys as example_keys
 from .random import fold_axis as fold_axis
 from .sharding.lazy import gather as gather
+from .sharding.mesh import ThreadsWarning as ThreadsWarning
 from .sharding.mesh import mesh as mesh
 from .sharding.placement import fsdp as fsdp
 from .sharding.placement import replicate as replicate

@@ -94,6 +94,8 @@ class Contribute(Level):
     compute_dtype: Any = None
     loss_scaling: LossScaling | None = None
     layout: Layout | None = None
+    # "tree" where sums are taken in a fixed order.
+    order: str | None = None
 
     def __call__(
         self,
@@ -167,6 +169,14 @@ def as_contribute(given: Any, source: str) -> Contribute:
         compute_dtype=loss.compute_dtype,
         loss_scaling=loss.loss_scaling,
     )
+
+
+def require_order(order: Any, source: str) -> None:
+    if order not in (None, "tree"):
+        raise ValueError(
+            f'The order of the sums of `{source}` must be "tree" or None. Got {order!r}. '
+            'None is faster; "tree" gives the same bits on 1, 2, 4, 8, ... devices.'
+        )
 
 
 def once(given: Level, source: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Two test processes share what may be two cores: one thread a device is already more than enough.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# More threads than devices, or collectives could wait for one another for ever; see `et.mesh`.
+os.environ.setdefault("NPROC", "16")
 _XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
 

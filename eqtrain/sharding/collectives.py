@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -73,20 +74,34 @@ def _scatter_backward(
 gather_in_loss.defvjp(_gather_forward, _scatter_backward)
 
 
-class Sums:
-    """Collects what is to be summed, so that all that is summed over the same axes shares a psum.
+class AbstractSums(abc.ABC):
+    """Collects what is to be summed over the batch axes, so that arrays can travel together."""
 
-    One psum of many leaves is one all-reduce in the compiled program. `add` gives a function that
-    returns the leaf's sum once `run` was called.
-    """
+    @abc.abstractmethod
+    def add(self, x: Array, splits: Splits = (), done: Splits = ()) -> Callable[[], Array]:
+        """Adds `x`, and gives a function that returns its sum once `run` was called.
 
-    def __init__(self) -> None:
+        Along `splits` this device keeps its part alone, and has no more than that where `done`.
+        """
+
+    @abc.abstractmethod
+    def run(self) -> None:
+        """Sums all that was added."""
+
+
+class Sums(AbstractSums):
+    """Sums in whichever order is fastest: one psum of many leaves is one all-reduce."""
+
+    def __init__(self, axes: Axes):
+        self._axes = axes
         self._waiting: list[tuple[Array, Axes]] = []
         self._sums: dict[int, Array] = {}
 
-    def add(self, x: Array, axes: Axes) -> Callable[[], Array]:
+    def add(self, x: Array, splits: Splits = (), done: Splits = ()) -> Callable[[], Array]:
+        x = scatter_splits(x, tuple(split for split in splits if split not in done))
+        scattered = {axis for _, axes in splits for axis in axes}
         index = len(self._waiting)
-        self._waiting.append((x, axes))
+        self._waiting.append((x, tuple(axis for axis in self._axes if axis not in scattered)))
         return lambda: self._sums[index]
 
     def run(self) -> None:
@@ -98,18 +113,22 @@ class Sums:
             self._sums.update(zip(indices, sums, strict=True))
 
 
-def reduce_metric(metric: AbstractMetric, axes: Axes, sums: Sums) -> Callable[[], AbstractMetric]:
+def reduce_metric(
+    metric: AbstractMetric, axes: Axes, sums: AbstractSums
+) -> Callable[[], AbstractMetric]:
     """Merges a metric over the devices along `axes`."""
     leaves, treedef = jax.tree.flatten(metric)
     if isinstance(metric, Max | Min) and axes:
         extreme = lax.pmax if isinstance(metric, Max) else lax.pmin
         merged = treedef.unflatten([extreme(vary(leaf, axes), axes) for leaf in leaves])
         return lambda: merged
-    later = [sums.add(leaf, axes) for leaf in leaves]
+    later = [sums.add(leaf) for leaf in leaves]
     return lambda: treedef.unflatten([leaf() for leaf in later])
 
 
-def reduce_state(name: str, leaf: Array, axes: Axes, size: int, sums: Sums) -> Callable[[], Array]:
+def reduce_state(
+    name: str, leaf: Array, axes: Axes, size: int, sums: AbstractSums
+) -> Callable[[], Array]:
     """Makes a leaf of the state equal over `axes`, along which there are `size` devices.
 
     A leaf that does not vary there, such as statistics that a psum made, costs nothing. Floating
@@ -127,7 +146,7 @@ def reduce_state(name: str, leaf: Array, axes: Axes, size: int, sums: Sums) -> C
         )
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         wide = leaf.astype(accumulator_dtype(leaf.dtype))
-        total = sums.add(wide / size, axes)
+        total = sums.add(wide / size)
         return lambda: total().astype(leaf.dtype)
     largest = lax.pmax(vary(leaf.astype(jnp.int32), axes), axes).astype(leaf.dtype)
     return lambda: largest

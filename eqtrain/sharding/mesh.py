@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+
+class ThreadsWarning(UserWarning):
+    """The devices of a CPU share so few threads that their collectives can block one another."""
 
 
 def mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
@@ -21,6 +27,10 @@ def mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
       and then takes the first ones.
 
     **Raises:** `ValueError` for more devices than there are, or a size that does not divide them.
+
+    **Warns:** `ThreadsWarning` for devices of one CPU that share fewer threads than they are: each
+    may hold a thread while it waits in a collective, and the product that another is to compute
+    first then gets none.
 
     ```python
     >>> et.mesh(data=-1, model=1).axis_names
@@ -63,6 +73,7 @@ def mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
         axes[free[0]] = len(available) // fixed
     shape = tuple(axes.values())
     used = available[: math.prod(shape)]
+    _warn_of_few_threads(used)
     processes = {device.process_index for device in used}
     if len(processes) < jax.process_count():
         raise ValueError(
@@ -75,6 +86,20 @@ def mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
         return jax.make_mesh(shape, tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
     grid = np.array(used, dtype=object).reshape(shape)
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _warn_of_few_threads(devices: list[Any]) -> None:
+    local = sum(device.process_index == jax.process_index() for device in devices)
+    # XLA sizes the pool of a CPU by this variable, or by the cores.
+    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if devices[0].platform == "cpu" and 1 < local and threads <= local:
+        warnings.warn(
+            "The devices of one CPU should share more threads than they are, or a collective may "
+            f"wait for ever and XLA abort after 40 s. Got {local} devices and {threads} threads. "
+            f"Set the environment variable NPROC={4 * local} before JAX uses its first device.",
+            ThreadsWarning,
+            stacklevel=3,
+        )
 
 
 def _product(axes: dict[str, int]) -> str:

@@ -234,6 +234,8 @@ class Layout:
     batch: PyTree
     batch_axes: tuple[str, ...]
     example_axes: tuple[str, ...]
+    # Whether sums over the batch axes are taken in a fixed order.
+    ordered: bool = False
 
     def model_specs(self, model: PyTree) -> list[P]:
         """The spec of each array leaf of `model`, in order.

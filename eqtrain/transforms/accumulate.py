@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import einops
 import equinox as eqx
@@ -18,13 +18,17 @@ from ..contribution import (
     batch_size,
     is_example_array,
 )
-from ..levels import Contribute, Link, as_contribute
-from ..metrics import accumulator_dtype, collapse
+from ..levels import Contribute, Link, as_contribute, require_order, written
+from ..metrics import Max, accumulator_dtype, collapse, is_metric
+from ..paths import path_name
+from ..sharding.ordered import add_lanes, require_power_of_two
 from ..sharding.placement import Layout
 from ..varying import vary, varying
 
 
-def accumulate(num_microbatches: int) -> Callable[[Any], Contribute]:
+def accumulate(
+    num_microbatches: int, *, order: Literal["tree"] | None = None
+) -> Callable[[Any], Contribute]:
     """Cuts the batch into microbatches, runs them in a `lax.scan`, and adds their contributions.
 
     Exact for every loss that is a mean over examples or tokens, whatever the counts in each
@@ -37,6 +41,11 @@ def accumulate(num_microbatches: int) -> Callable[[Any], Contribute]:
     **Arguments:**
 
     - `num_microbatches`: must divide the rows of a batch (on each device, with `shard`).
+    - `order`: `"tree"` adds microbatches as a balanced binary tree, as `et.shard` around it does
+      with the same argument: 8 microbatches on one device, 4 on two, 2 on four and 1 on eight then
+      give the same bits. Both numbers are powers of two, and two gradients are kept for each level
+      of the tree. The state is not threaded: every microbatch starts from the step's, and what
+      comes out is averaged.
 
     **Returns:** a Contribute.
 
@@ -61,10 +70,15 @@ def accumulate(num_microbatches: int) -> Callable[[Any], Contribute]:
             f"The number of microbatches must be positive. Got {num_microbatches}. "
             "1 runs the batch as a whole."
         )
-    source = f"et.accumulate({num_microbatches})"
+    source = f"et.accumulate({num_microbatches}{f', order={order!r}' if order else ''})"
+    require_order(order, source)
+    if order == "tree":
+        require_power_of_two(num_microbatches, "microbatches")
 
     def transform(given: Any) -> Contribute:
         inner = as_contribute(given, source)
+        if order == "tree":
+            return _in_tree_order(inner, num_microbatches, source, given)
         shards = inner.layout.batch_shards if inner.layout else 1
 
         def contribute(
@@ -116,6 +130,82 @@ def accumulate(num_microbatches: int) -> Callable[[Any], Contribute]:
         )
 
     return transform
+
+
+def _in_tree_order(inner: Contribute, num_microbatches: int, source: str, given: Any) -> Contribute:
+    if inner.layout is not None or inner.order is not None:
+        raise ValueError(
+            f"`{source}` adds the rows of one device, and stands once, inside `et.shard`. "
+            f"Got it after {written(inner.chain)}. "
+            f"Write `et.pipe(loss, {source}, et.shard(..., order='tree'), ...)`."
+        )
+
+    def add(
+        run: Callable[[PyTree, PyTree, Any], PyTree], state: PyTree, batch: PyTree, key: Any
+    ) -> PyTree:
+        parts, join = _cut(batch, key, num_microbatches, 1)
+        arrays, static = eqx.partition(state, eqx.is_array)
+
+        def lane(part: PyTree) -> PyTree:
+            sums, after = run(eqx.combine(arrays, static), *join(part))
+            return sums, _as_lane(eqx.filter(after, eqx.is_array), num_microbatches)
+
+        sums, after = add_lanes(lane, parts, num_microbatches)
+        return sums, eqx.combine(_from_lanes(after, arrays), static)
+
+    def contribute(
+        model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
+    ) -> Contribution:
+        def run(state: PyTree, batch: PyTree, key: Any) -> PyTree:
+            added = inner.contribute(model, state, batch, key, objective)
+            return (added.grads, added.loss, added.metrics), added.state
+
+        (grads, loss, metrics), after = add(run, state, batch, key)
+        return Contribution(grads, loss, after, metrics)
+
+    def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
+        return add(lambda *part: inner.count(model, *part), state, batch, key)
+
+    return Contribute(
+        chain=(*inner.chain, Link(source, Contribute)),
+        wrapped=given,
+        contribute=contribute,
+        count=count,
+        compute_dtype=inner.compute_dtype,
+        loss_scaling=inner.loss_scaling,
+        order="tree",
+    )
+
+
+def _as_lane(arrays: PyTree, num_lanes: int) -> PyTree:
+    """A state as what is added over lanes: its share of their mean, or of their maximum.
+
+    Dividing by a power of two is exact, before the sum as after it.
+    """
+
+    def share(path: tuple[Any, ...], leaf: Array) -> Any:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf.astype(accumulator_dtype(leaf.dtype)) / num_lanes
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                '`order="tree"` averages the state over lanes. '
+                f"Got a PRNG key at `state.{path_name(path)}`. "
+                "Derive what you need from the `key` that the loss is given."
+            )
+        return Max(leaf.astype(jnp.int32))
+
+    return jax.tree_util.tree_map_with_path(share, arrays)
+
+
+def _from_lanes(total: PyTree, arrays: PyTree) -> PyTree:
+    values = [
+        leaf.maximum if isinstance(leaf, Max) else leaf
+        for leaf in jax.tree.leaves(total, is_leaf=is_metric)
+    ]
+    before, treedef = jax.tree.flatten(arrays)
+    return treedef.unflatten(
+        [new.astype(old.dtype) for old, new in zip(before, values, strict=True)]
+    )
 
 
 def _cut(

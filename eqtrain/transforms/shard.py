@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -14,24 +15,29 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from ..contribution import Contribution, Objective, batch_size
-from ..levels import Contribute, Link, as_contribute, once
+from ..levels import Contribute, Link, as_contribute, once, require_order
 from ..metrics import map_metrics
 from ..paths import named_leaves
 from ..sharding.collectives import (
+    AbstractSums,
     Sums,
     gather_splits,
     reduce_metric,
     reduce_state,
-    scatter_splits,
     splits_of,
 )
 from ..sharding.lazy import Shard
+from ..sharding.ordered import OrderedSums, refuse_collectives, require_power_of_two
 from ..sharding.placement import Layout, Placement, make_layout, replicate
 from ..varying import vary, varying
 
 
 def shard(
-    mesh: Mesh, *, batch: PyTree, model: Placement | PyTree | Callable[..., Any] | None = None
+    mesh: Mesh,
+    *,
+    batch: PyTree,
+    model: Placement | PyTree | Callable[..., Any] | None = None,
+    order: Literal["tree"] | None = None,
 ) -> Callable[[Any], Contribute]:
     """Runs a Loss or Contribute on every device of `mesh`, each on its rows of the batch.
 
@@ -46,6 +52,9 @@ def shard(
     - `batch`: how the batch is split: `P("data")`, or a tree of specs that is a prefix of it.
     - `model`: how the model lies: `et.replicate()` (unless given), `et.fsdp`, `et.rules`, a tree of
       specs, or a function `(path, leaf) -> P`.
+    - `order`: `"tree"` adds what the devices contribute as a balanced binary tree, by `all_to_all`
+      and local sums. With `et.accumulate(n, order="tree")` inside, the same number of microbatches
+      times devices gives the same bits on any power of two of devices.
 
     **Returns:** a Contribute.
 
@@ -61,10 +70,14 @@ def shard(
     """
     layout = make_layout(mesh, batch, replicate() if model is None else model)
     source = "et.shard(mesh, ...)"
+    require_order(order, source)
+    if order == "tree":
+        layout = _ordered(layout)
 
     def transform(given: Any) -> Contribute:
         inner = as_contribute(given, source)
         once(inner, source)
+        _require_same_order(inner, order)
 
         def contribute(
             model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
@@ -82,9 +95,42 @@ def shard(
             compute_dtype=inner.compute_dtype,
             loss_scaling=inner.loss_scaling,
             layout=layout,
+            order=order,
         )
 
     return transform
+
+
+def _ordered(layout: Layout) -> Layout:
+    """The same layout for sums in the order of the tree, which only rows can be split for."""
+    if set(layout.batch_axes) != set(layout.example_axes):
+        raise ValueError(
+            '`order="tree"` adds runs of whole examples. '
+            f"Got a batch whose examples are split too: {layout.batch}. "
+            "Split dim 0 alone, or leave out `order`."
+        )
+    require_power_of_two(layout.batch_shards, "devices along the batch axes")
+    return dataclasses.replace(layout, batch_axes=layout.example_axes, ordered=True)
+
+
+def _require_same_order(inner: Contribute, order: str | None) -> None:
+    several = [
+        link.source
+        for link in inner.chain
+        if link.source.startswith("et.accumulate(") and link.source != "et.accumulate(1)"
+    ]
+    if several and inner.order != order:
+        raise ValueError(
+            "`accumulate` and `shard` must add in the same order, or the bits depend on the mesh. "
+            f"Got `{several[0]}` inside `et.shard(..., order={order!r})`. "
+            'Give both `order="tree"`, or neither.'
+        )
+
+
+def _sums(layout: Layout) -> AbstractSums:
+    if layout.ordered:
+        return OrderedSums(layout.batch_axes, dict(layout.mesh.shape))
+    return Sums(layout.batch_axes)
 
 
 def _contribute(
@@ -106,26 +152,25 @@ def _contribute(
         leaves: list[Array], state: PyTree, batch: PyTree, key: Array, weights: Any, scale: Any
     ) -> tuple[list[Array], tuple[PyTree, PyTree, PyTree]]:
         seen = _as_seen(layout, inner, model, leaves, specs, trainable)
+        whole_state = eqx.combine(state, static_state)
+        if layout.ordered:
+            _refuse_order(layout, inner, seen, whole_state, batch, key)
         contribution = inner.contribute(
             seen,
-            eqx.combine(state, static_state),
+            whole_state,
             batch,
             key,
             Objective(objective.trainable, weights, scale),
         )
-        sums = Sums()
-        grads = []
+        sums = _sums(layout)
         lazy = [isinstance(leaf, Shard) for leaf in _array_nodes(seen)]
+        grads = []
         for index, grad, spec in zip(
             trainable, jax.tree.leaves(contribution.grads), grad_specs, strict=True
         ):
             splits = splits_of(spec, grad.ndim, layout.batch_axes)
             done = splits_of(specs[index], grad.ndim, layout.batch_axes) if lazy[index] else ()
-            grad = scatter_splits(grad, tuple(split for split in splits if split not in done))
-            summed = {axis for _, axes in splits for axis in axes}
-            grads.append(
-                sums.add(grad, tuple(axis for axis in layout.batch_axes if axis not in summed))
-            )
+            grads.append(sums.add(grad, splits, done))
         loss = _reduce_metrics(layout, "loss", contribution.loss, sums)
         metrics = _reduce_metrics(layout, "metrics", contribution.metrics, sums)
         new_state = _reduce_state(layout, contribution.state, sums)
@@ -157,8 +202,8 @@ def _count(
     def local(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
         seen = _as_seen(layout, inner, model, leaves, specs, [])
         counts, new_state = inner.count(seen, eqx.combine(state, static_state), batch, key)
-        sums = Sums()
-        later = [sums.add(count, layout.batch_axes) for count in counts]
+        sums = _sums(layout)
+        later = [sums.add(count) for count in counts]
         reduced = _reduce_state(layout, new_state, sums)
         sums.run()
         return tuple(count() for count in later), jax.tree.map(lambda x: x(), reduced)
@@ -203,6 +248,25 @@ def _array_nodes(model: PyTree) -> list[Any]:
     return [node for node in nodes if isinstance(node, Shard) or eqx.is_array(node)]
 
 
+def _refuse_order(
+    layout: Layout, inner: Contribute, seen: PyTree, state: PyTree, batch: PyTree, key: Array
+) -> None:
+    """Refuses what cannot be added in order: a loss or a gather that communicates by itself."""
+    lazy = [node.name for node in _array_nodes(seen) if isinstance(node, Shard)]
+    if lazy:
+        raise ValueError(
+            '`order="tree"` adds whole microbatches, and a lazy gather adds over devices first. '
+            f"Got `{lazy[0]}`, placed by `et.fsdp(..., lazy=...)`. Leave out `lazy`, or `order`."
+        )
+    arrays, static = eqx.partition((seen, state), eqx.is_array)
+
+    def run(arrays: PyTree, batch: PyTree, key: Array) -> Any:
+        model, state = eqx.combine(arrays, static)
+        return eqx.filter(inner.count(model, state, batch, key), eqx.is_array)
+
+    refuse_collectives(run, (arrays, batch, key), layout.batch_axes)
+
+
 def _data_specs(layout: Layout, batch: PyTree) -> tuple[PyTree, P]:
     batch_size(batch)
     arrays = jax.tree.map(jnp.asarray, batch)
@@ -229,13 +293,13 @@ def _unflatten_grads(
     return jax.tree.unflatten(jax.tree.structure(arrays), leaves)
 
 
-def _reduce_metrics(layout: Layout, what: str, metrics: PyTree, sums: Sums) -> PyTree:
+def _reduce_metrics(layout: Layout, what: str, metrics: PyTree, sums: AbstractSums) -> PyTree:
     for name, leaf in named_leaves(metrics):
         _require_equal_over_model_axes(layout, f"{what}.{name}", leaf)
     return map_metrics(lambda metric: reduce_metric(metric, layout.batch_axes, sums), metrics)
 
 
-def _reduce_state(layout: Layout, state: PyTree, sums: Sums) -> PyTree:
+def _reduce_state(layout: Layout, state: PyTree, sums: AbstractSums) -> PyTree:
     size = math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes)
     arrays = eqx.filter(state, eqx.is_array)
     later = []

@@ -20,6 +20,7 @@ from ..levels import Contribute, Link, LossScaling, as_contribute, is_trainable_
 from ..metrics import Combination, Mean
 from ..paths import named_leaves
 from ..random import example_keys
+from ..sharding.ordered import fence
 from ..sharding.placement import Layout, split_state
 from ..state import Parts, scalars_as_arrays
 from ..step import Outcome, Step, keep
@@ -160,6 +161,8 @@ def _advance(
     total = inner.contribute(parts.model, parts.state, batch, keys, objective)
 
     grads = mean_grads(total, objective)
+    if inner.order == "tree":
+        grads = fence(grads, parts.step)
     norm = optax.tree.norm(grads)
 
     params = eqx.filter(parts.model, mask)

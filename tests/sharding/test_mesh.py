@@ -53,3 +53,12 @@ def test_shard_map_takes_inputs_that_are_not_sharded():
         lambda x: jax.lax.psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
     )
     assert total(jnp.arange(8.0)) == 28
+
+
+def test_fewer_threads_than_devices_are_reported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NPROC", "4")
+    with pytest.warns(et.ThreadsWarning, match="Got 8 devices and 4 threads.*NPROC=32"):
+        et.mesh(data=8)
+    et.mesh(data=2)  # an error, if it warned
+    monkeypatch.setenv("NPROC", "9")
+    et.mesh(data=8)
