@@ -12,7 +12,8 @@ from jaxtyping import Array
 def varying(x: Any) -> frozenset[str]:
     """The manual mesh axes along which `x` may differ from device to device."""
     aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return frozenset(aval.manual_axis_type.varying)
+    kind = aval.manual_axis_type  # None for a shape from outside
+    return frozenset() if kind is None else frozenset(kind.varying)
 
 
 def vary(x: Array, axes: tuple[str, ...] | frozenset[str]) -> Array:

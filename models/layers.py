@@ -213,7 +213,7 @@ def _moments(
     x = jnp.where(weight == 0, 0.0, x.astype(jnp.float32))
     # E[x^2] - E[x]^2 cancels where the mean is large. So what is summed on a device has its own
     # mean taken away, and what is summed over devices the running mean, if that is theirs alike.
-    own = lax.stop_gradient((weight * x).sum(dims) / _or_one(count))
+    own = lax.stop_gradient((weight * x).sum(dims) * _inverse(count))
     shift = lax.stop_gradient(running_mean) if axes else own
     if _varying(shift) & set(axes):
         shift = jnp.zeros(shift.shape, jnp.float32)
@@ -225,14 +225,18 @@ def _moments(
         # Varies over `axes` before, is the same everywhere after; once a call of the layer.
         sums = lax.psum(jnp.concatenate((total, square, count[None])), axes)
         (total, square), count = sums[:-1].reshape(2, -1), sums[-1]
-    offset = total / _or_one(count)
-    variance = jnp.maximum(square / _or_one(count) - offset**2, 0.0)
+    share = _inverse(count)
+    offset = total * share
+    variance = jnp.maximum(square * share - offset**2, 0.0)
     return jnp.stack((shift + offset, variance)), count
 
 
-def _or_one(count: Float[Array, ""]) -> Float[Array, ""]:
-    """A divisor: what nothing was counted in has sums of 0."""
-    return jnp.where(count == 0, 1.0, count)
+def _inverse(count: Float[Array, ""]) -> Float[Array, ""]:
+    """One over a count; 1 where nothing was counted, which has sums of 0.
+
+    By hand, since XLA makes a product of a division by a scalar in some programs and not in others.
+    """
+    return 1.0 / jnp.where(count == 0, 1.0, count)
 
 
 def _axes_to_sum(names: tuple[str, ...] | None, *data: Array | None) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxprs_in_params
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from ..metrics import Max, Min, map_metrics
-from ..varying import vary
+from ..varying import vary, varying
 from .collectives import AbstractSums, Splits
 from .placement import Axes
 
@@ -44,23 +44,39 @@ def tree_sum(lanes: Array) -> Array:
     return lanes[0]
 
 
-def add_lanes(run: Callable[[PyTree], PyTree], parts: PyTree, num_lanes: int) -> PyTree:
-    """Runs each of the `num_lanes` parts stacked along dim 0, and adds what comes out as a tree.
+def add_lanes(
+    run: Callable[[PyTree], PyTree], parts: PyTree, words: Shaped[Array, "lanes ..."]
+) -> PyTree:
+    """Runs each of the parts stacked along dim 0, and adds what comes out as a tree.
 
-    `run` gives arrays, and metrics which say themselves how they are merged. It is compiled once;
-    two results are kept for each level of the tree.
+    `run` gives arrays, and metrics which say themselves how they are merged. Two results are kept
+    for each level of the tree. `words` are any numbers of each part that only show at run time.
     """
-    if num_lanes == 1:
-        part = jax.tree.map(lambda x: x[0], parts)
-        # A lane must be compiled alike wherever it runs: nothing may be fused across its ends.
-        return lax.optimization_barrier(run(lax.optimization_barrier(part)))
+    if len(words) == 1:
+        part, word = jax.tree.map(lambda x: x[0], (parts, words))
+        return _sealed(run, part, word)
 
     def half(_: None, parts: PyTree) -> tuple[None, PyTree]:
-        return None, add_lanes(run, parts, num_lanes // 2)
+        return None, add_lanes(run, *parts)
 
-    halves = jax.tree.map(lambda x: x.reshape(2, num_lanes // 2, *x.shape[1:]), parts)
+    halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), (parts, words))
     _, pair = lax.scan(half, None, halves)
     return map_metrics(_add_pair, pair)
+
+
+def _sealed(run: Callable[[PyTree], PyTree], part: PyTree, words: Array) -> PyTree:
+    """Runs a lane where it is compiled alike, in a loop or not: in a branch of its own.
+
+    What XLA fuses, and so where it rounds, ends at the branch. That the branch is always taken, no
+    compiler knows.
+    """
+
+    def nothing(part: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x: vary(jnp.zeros(x.shape, x.dtype), varying(x)), jax.eval_shape(run, part)
+        )
+
+    return lax.cond((words.reshape(-1)[0] | 1) != 0, run, nothing, part)
 
 
 def _add_pair(pair: Any) -> Any:

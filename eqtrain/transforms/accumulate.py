@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import einops
 import equinox as eqx
@@ -26,9 +26,7 @@ from ..sharding.placement import Layout
 from ..varying import vary, varying
 
 
-def accumulate(
-    num_microbatches: int, *, order: Literal["tree"] | None = None
-) -> Callable[[Any], Contribute]:
+def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[Any], Contribute]:
     """Cuts the batch into microbatches, runs them in a `lax.scan`, and adds their contributions.
 
     Exact for every loss that is a mean over examples or tokens, whatever the counts in each
@@ -150,7 +148,7 @@ def _in_tree_order(inner: Contribute, num_microbatches: int, source: str, given:
             sums, after = run(eqx.combine(arrays, static), *join(part))
             return sums, _as_lane(eqx.filter(after, eqx.is_array), num_microbatches)
 
-        sums, after = add_lanes(lane, parts, num_microbatches)
+        sums, after = add_lanes(lane, parts, jax.random.key_data(parts[1]))
         return sums, eqx.combine(_from_lanes(after, arrays), static)
 
     def contribute(

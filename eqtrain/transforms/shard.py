@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -30,6 +30,7 @@ from ..sharding.lazy import Shard
 from ..sharding.ordered import OrderedSums, refuse_collectives, require_power_of_two
 from ..sharding.placement import Layout, Placement, make_layout, replicate
 from ..varying import vary, varying
+from .accumulate import accumulate
 
 
 def shard(
@@ -37,7 +38,7 @@ def shard(
     *,
     batch: PyTree,
     model: Placement | PyTree | Callable[..., Any] | None = None,
-    order: Literal["tree"] | None = None,
+    order: str | None = None,
 ) -> Callable[[Any], Contribute]:
     """Runs a Loss or Contribute on every device of `mesh`, each on its rows of the batch.
 
@@ -78,6 +79,8 @@ def shard(
         inner = as_contribute(given, source)
         once(inner, source)
         _require_same_order(inner, order)
+        if order == "tree" and inner.order is None:
+            inner = dataclasses.replace(accumulate(1, order="tree")(inner), chain=inner.chain)
 
         def contribute(
             model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
@@ -233,6 +236,12 @@ def _as_seen(
     for index, (name, leaf, spec) in enumerate(zip(names, leaves, specs, strict=True)):
         splits = splits_of(spec, leaf.ndim, layout.batch_axes)
         lazy = bool(splits) and layout.placement.lazy(name)
+        if lazy and layout.ordered:
+            raise ValueError(
+                '`order="tree"` adds whole microbatches, and a lazy gather adds over devices first.'
+                f" Got `model.{name}`, placed by `et.fsdp(..., lazy=...)`. "
+                "Leave out `lazy`, or `order`."
+            )
         if not lazy:
             leaf = gather_splits(leaf, splits, inner.compute_dtype)
         if index in trainable:
@@ -251,13 +260,7 @@ def _array_nodes(model: PyTree) -> list[Any]:
 def _refuse_order(
     layout: Layout, inner: Contribute, seen: PyTree, state: PyTree, batch: PyTree, key: Array
 ) -> None:
-    """Refuses what cannot be added in order: a loss or a gather that communicates by itself."""
-    lazy = [node.name for node in _array_nodes(seen) if isinstance(node, Shard)]
-    if lazy:
-        raise ValueError(
-            '`order="tree"` adds whole microbatches, and a lazy gather adds over devices first. '
-            f"Got `{lazy[0]}`, placed by `et.fsdp(..., lazy=...)`. Leave out `lazy`, or `order`."
-        )
+    """Refuses a loss that communicates by itself over the batch axes."""
     arrays, static = eqx.partition((seen, state), eqx.is_array)
 
     def run(arrays: PyTree, batch: PyTree, key: Array) -> Any:
