@@ -80,12 +80,8 @@ class Compiled:
         return out
 
     def lower(self, ts: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Lowers the function for these arguments, as a call would."""
-        self._arguments = (ts, batch)
-        try:
-            return self.jitted(ts.structure).lower(ts.leaves, batch)
-        finally:
-            self._arguments = None
+        """Lowers the function for these arguments, or for their shapes. It counts as no call."""
+        return self._jit(ts.structure, self._build(ts.structure)).lower(ts.leaves, batch)
 
     def jitted(self, structure: Structure) -> Any:
         """The jit for a structure; one that is equal to a known structure shares its jit."""
@@ -94,14 +90,17 @@ class Compiled:
                 if same_structure(known, structure):
                     self._jitted[structure] = jitted
                     return jitted
-            self._jitted[structure] = jax.jit(
-                self._traced(structure),
-                donate_argnums=(0,) if self._donate else (),
-                # A leaf that jit left out could not be donated.
-                keep_unused=True,
-                out_shardings=self._out_shardings(structure),
-            )
+            self._jitted[structure] = self._jit(structure, self._traced(structure))
         return self._jitted[structure]
+
+    def _jit(self, structure: Structure, function: Callable[..., Any]) -> Any:
+        return jax.jit(
+            function,
+            donate_argnums=(0,) if self._donate else (),
+            # A leaf that jit left out could not be donated.
+            keep_unused=True,
+            out_shardings=self._out_shardings(structure),
+        )
 
     def _traced(self, structure: Structure) -> Callable[[tuple[Any, ...], PyTree], Any]:
         function = self._build(structure)

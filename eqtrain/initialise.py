@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +19,48 @@ from .sharding.placement import Layout
 from .state import Parts, Structure, TrainState, as_arrays, flatten, scalars_as_arrays, strong
 
 
-def init_state(
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the first TrainState is made: the program, and where what it gives belongs."""
+
+    closed: Any
+    structure: Structure
+    layout: Layout | None
+
+    def shapes(self) -> TrainState:
+        """A TrainState of shapes with shardings in place of arrays."""
+        return TrainState(self.structure.avals, self.structure, fresh=True)
+
+    def run(self, key: Array) -> TrainState:
+        """Makes the TrainState, each array born on the devices where it belongs."""
+
+        def evaluate(consts: list[Any], key: Array) -> list[Array]:
+            return jax.core.eval_jaxpr(self.closed.jaxpr, consts, key)
+
+        consts, layout = self.closed.consts, self.layout
+        if layout is not None:
+            key = jax.device_put(key, layout.sharding(P()))
+            consts = [_movable(const, layout) for const in consts]
+        # Run once and never again: on a CPU, optimising the random numbers of every leaf by LLVM
+        # takes seconds, three to five times as long as this. Their last bits differ by it.
+        quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        leaves = jax.jit(
+            evaluate,
+            out_shardings=None if layout is None else list(self.structure.shardings),
+            compiler_options=quick,
+        )(consts, key)
+        return TrainState(tuple(leaves), self.structure, fresh=True)
+
+
+def plan_state(
     make: Callable[[Array], Any],
     key: Array,
     begin: Callable[[PyTree, PyTree, Array], Parts],
     layout: Layout | None,
     state_layout: Layout | None,
     is_trainable: Callable[[PyTree], PyTree],
-) -> TrainState:
-    """Runs `make(key)` and what the chain adds, each array born on the devices where it belongs.
+) -> Plan:
+    """Traces `make(key)` and what the chain adds.
 
     **Raises:** `TypeError` for a raw key; `ValueError` for tied leaves, by name.
     """
@@ -53,27 +87,11 @@ def init_state(
     closed, shapes = jax.make_jaxpr(build, return_shape=True)(key)
     treedef, static, names, trainable = found[-1]
     shardings = _shardings(layout, state_layout, names, shapes, trainable)
-
-    def run(consts: list[Any], key: Array) -> list[Array]:
-        return jax.core.eval_jaxpr(closed.jaxpr, consts, key)
-
-    consts = closed.consts
-    if layout is not None:
-        key = jax.device_put(key, layout.sharding(P()))
-        consts = [_movable(const, layout) for const in consts]
-    # Run once and never again: on a CPU, optimising the random numbers of every leaf by LLVM takes
-    # seconds, three to five times as long as this. The numbers differ in their last bit by it.
-    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    leaves = jax.jit(
-        run,
-        out_shardings=None if layout is None else list(shardings),
-        compiler_options=quick,
-    )(consts, key)
     avals = tuple(
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
+        jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+        for shape, sharding in zip(shapes, shardings, strict=True)
     )
-    return TrainState(tuple(leaves), Structure(treedef, static, names, avals), fresh=True)
+    return Plan(closed, Structure(treedef, static, names, avals), layout)
 
 
 def _movable(const: Any, layout: Layout) -> Any:

@@ -53,6 +53,14 @@ class Program(Level):
         self._structures.append(ts.structure)
         return ts
 
+    def init_shapes(self, make: Callable[[Array], Any], *, key: Array | None = None) -> TrainState:
+        """The first TrainState as shapes and shardings, with nothing computed or stored.
+
+        It serves `lower`, `inspect` and `placement`, beside a batch of `jax.ShapeDtypeStruct`: so a
+        model of any size can be looked at before there is a machine for it.
+        """
+        return self.step.init_shapes(make, key=key)
+
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         leaves, metrics, alarm = self.compiled(ts, batch)
         call = next(self._calls)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .initialise import init_state
+from .initialise import Plan, plan_state
 from .levels import Level, order_error
 from .paths import named_leaves
 from .sharding.placement import Layout
@@ -78,14 +78,20 @@ class Step(Level):
 
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
         """Makes the first TrainState; see `Program.init`."""
+        return self._plan(make, key).run(key)
 
+    def init_shapes(self, make: Callable[[Array], Any], *, key: Array | None = None) -> TrainState:
+        """The first TrainState without its arrays; see `Program.init_shapes`."""
+        return self._plan(make, jax.random.key(0) if key is None else key).shapes()
+
+    def _plan(self, make: Callable[[Array], Any], key: Array) -> Plan:
         def begin(model: PyTree, state: PyTree, key: Array) -> Parts:
             parts = self.begin(model, state, key)
             for layer in sorted(self.layers, key=lambda layer: layer.rank):
                 parts = layer.begin(parts)
             return parts
 
-        return init_state(make, key, begin, self.layout, self.state_layout, self.is_trainable)
+        return plan_state(make, key, begin, self.layout, self.state_layout, self.is_trainable)
 
     def run(self, parts: Parts, batch: PyTree) -> tuple[Parts, dict[str, PyTree], Any]:
         """Takes the step (or steps): the next parts, the metrics, and the alarm."""
