@@ -29,9 +29,12 @@ def _refuse(shard: Shard, *args: Any, **kwargs: Any) -> Any:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """This device's part of a leaf. Whatever computes with it is told to gather it first."""
+    """This device's part of a leaf. Whatever computes with it is told to gather it first.
 
-    value: Array
+    As a pytree it may hold anything else in the place of its array, as `eqx.partition` makes it.
+    """
+
+    value: Any
     name: str
     splits: Splits
     compute_dtype: Any = None
