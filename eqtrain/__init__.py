@@ -31,6 +31,7 @@ from .sharding.mesh import mesh as mesh
 from .sharding.placement import fsdp as fsdp
 from .sharding.placement import replicate as replicate
 from .sharding.placement import rules as rules
+from .sharding.report import PlacementReport as PlacementReport
 from .state import TrainState as TrainState
 from .state import UsedStateError as UsedStateError
 from .step import NonFiniteError as NonFiniteError

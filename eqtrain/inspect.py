@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import itertools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -19,7 +21,7 @@ class Collective:
 
     **Fields:** `kind`, as XLA calls it; `shapes` of what each device gets, as `f32[8,3]`; `bytes`
     of those; `times` it runs in one call of the program, its loops counted in; `devices` that take
-    part in one.
+    part in one; `axes` of the mesh that those lie along, None where they are no mesh's.
     """
 
     kind: str
@@ -27,10 +29,18 @@ class Collective:
     bytes: int
     times: int
     devices: int
+    axes: tuple[str, ...] | None = None
 
     @property
     def elements(self) -> int:
         return sum(math.prod(_dims(shape)) for shape in self.shapes)
+
+
+class Entry(NamedTuple):
+    """How often collectives run in a call, and the bytes that each device gets by them."""
+
+    times: int
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +66,37 @@ class Inspection:
             if collective.kind == kind and (scalars or collective.elements > len(collective.shapes))
         )
 
-    def __str__(self) -> str:
-        counts = collections.Counter[str]()
-        size = collections.Counter[str]()
+    @property
+    def ledger(self) -> dict[tuple[str, tuple[str, ...] | None], Entry]:
+        """What moves in a call, for each kind of collective over each of the mesh's axes.
+
+        ```python
+        >>> def loss(model, state, batch, key):
+        ...     return et.mean((batch["x"] @ model) ** 2), state, {}
+        >>> shard = et.shard(et.mesh(data=4), batch=P("data"))
+        >>> step = et.pipe(loss, shard, et.update(optax.sgd(0.1)), et.donate)
+        >>> ts = step.init_shapes(lambda key: jnp.zeros((8, 2)))
+        >>> print(step.inspect(ts, {"x": jnp.ones((4, 8))}))
+        all-reduce over data: 1 a call, 72 bytes
+        ...
+
+        ```
+        """
+        entries: dict[tuple[str, tuple[str, ...] | None], Entry] = {}
         for collective in self.collectives:
-            counts[collective.kind] += collective.times
-            size[collective.kind] += collective.times * collective.bytes
-        lines = [f"{kind}: {counts[kind]} a call, {size[kind]:,} bytes" for kind in counts]
+            before = entries.get((collective.kind, collective.axes), Entry(0, 0))
+            entries[collective.kind, collective.axes] = Entry(
+                before.times + collective.times,
+                before.bytes + collective.times * collective.bytes,
+            )
+        return entries
+
+    def __str__(self) -> str:
+        lines = [
+            f"{kind}{' over ' + ' x '.join(axes) if axes else ''}: "
+            f"{entry.times} a call, {entry.bytes:,} bytes"
+            for (kind, axes), entry in self.ledger.items()
+        ]
         return "\n".join(
             [
                 *(lines or ["no collectives"]),
@@ -73,12 +107,12 @@ class Inspection:
         )
 
 
-def inspect_compiled(compiled: jax.stages.Compiled) -> Inspection:
-    """Reads the costs of a compiled program."""
+def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) -> Inspection:
+    """Reads the costs of a compiled program; `mesh` is that which it was compiled for."""
     memory: Any = compiled.memory_analysis()
     cost: Any = compiled.cost_analysis() or {}
     return Inspection(
-        collectives=tuple(collectives_of(compiled.as_text() or "")),
+        collectives=tuple(collectives_of(compiled.as_text() or "", mesh)),
         flops=float(cost.get("flops", 0.0)),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -87,7 +121,7 @@ def inspect_compiled(compiled: jax.stages.Compiled) -> Inspection:
     )
 
 
-def collectives_of(text: str) -> list[Collective]:
+def collectives_of(text: str, mesh: Mesh | None = None) -> list[Collective]:
     """The collectives in the text of an HLO module, those in loops counted as often as they run.
 
     Those of one device with itself, which a mesh axis of size 1 leaves, move nothing and are left
@@ -105,7 +139,8 @@ def collectives_of(text: str) -> list[Collective]:
                 continue
             # Of a pair of ops the second has the type of what comes out, the first the devices.
             start = lines.get((match.group(4) or "").lstrip("%"), "") if match.group(3) else line
-            devices = _group_size(start)
+            groups = replica_groups(start)
+            devices = len(groups[0]) if groups else 0
             if devices == 1:
                 continue
             if times is None:
@@ -115,7 +150,8 @@ def collectives_of(text: str) -> list[Collective]:
                 )
             shapes = tuple(re.findall(r"[a-z]\w*\[[\d,]*\]", match.group(1)))
             size = sum(map(_size, shapes))
-            found.append(Collective(match.group(2), shapes, size, times, devices))
+            axes = None if mesh is None else _axes(groups, mesh)
+            found.append(Collective(match.group(2), shapes, size, times, devices, axes))
     return found
 
 
@@ -125,17 +161,59 @@ def _named(lines: list[str]) -> list[tuple[str, str]]:
     return [(match.group(1), match.group(2)) for match in matches if match]
 
 
-def _group_size(line: str) -> int:
-    """How many devices take part in a collective; 0 where the text lists none, which means all."""
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+def replica_groups(line: str) -> list[list[int]]:
+    """Which devices take part together in a collective, by their places in the mesh.
+
+    Empty where the text lists none, which means all.
+    """
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line)
     if listed:
-        return len(listed.group(1).split(","))
+        groups = re.findall(r"\{([\d,]*)\}", listed.group(1))
+        return [[int(device) for device in group.split(",")] for group in groups]
     axes = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
     if axes:
-        sizes = dict(axis.split("=") for axis in axes.group(1).split(","))
-        return math.prod(int(sizes[axis.strip()]) for axis in axes.group(2).split(","))
-    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
-    return int(counted.group(1)) if counted else 0
+        sizes = {name: int(size) for name, size in (a.split("=") for a in axes.group(1).split(","))}
+        return _groups_along(sizes, [axis.strip() for axis in axes.group(2).split(",")])
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if counted:
+        shape = [int(size) for size in counted.group(3).split(",")]
+        places = np.arange(math.prod(shape)).reshape(shape)
+        if counted.group(4):
+            places = places.transpose([int(dim) for dim in counted.group(4).split(",")])
+        return places.reshape(int(counted.group(1)), int(counted.group(2))).tolist()
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", line)
+    return _connected(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))) if pairs else []
+
+
+def _connected(pairs: list[tuple[str, str]]) -> list[list[int]]:
+    """The groups of devices that send to one another, however far around."""
+    groups: list[set[int]] = []
+    for pair in pairs:
+        joined = {int(device) for device in pair}
+        apart = [group for group in groups if not group & joined]
+        groups = [*apart, joined.union(*(group for group in groups if group & joined))]
+    return [sorted(group) for group in groups]
+
+
+def _groups_along(sizes: dict[str, int], axes: list[str]) -> list[list[int]]:
+    """The groups of devices that differ along `axes` alone."""
+    places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    kept = [dim for dim, name in enumerate(sizes) if name not in axes]
+    moved = [list(sizes).index(name) for name in axes]
+    group = math.prod(sizes[name] for name in axes)
+    return places.transpose(kept + moved).reshape(-1, group).tolist()
+
+
+def _axes(groups: list[list[int]], mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes of `mesh`, those of size 1 left out, along which the devices of each group lie."""
+    sizes = {str(name): size for name, size in mesh.shape.items()}
+    named = [name for name, size in sizes.items() if size > 1]
+    wanted = {frozenset(group) for group in groups or [range(math.prod(sizes.values()))]}
+    for count in range(1, len(named) + 1):
+        for axes in itertools.combinations(named, count):
+            if {frozenset(group) for group in _groups_along(sizes, list(axes))} == wanted:
+                return axes
+    return None
 
 
 def _dims(shape: str) -> list[int]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 from .compiled import Compiled, check_donated, same_structure
 from .inspect import Inspection, inspect_compiled
 from .levels import Level
+from .sharding.report import PlacementReport
 from .state import Structure, TrainState
 from .step import NonFiniteError, Step
 
@@ -114,10 +115,30 @@ class Program(Level):
             is_leaf=lambda node: isinstance(node, P),
         )
 
+    def placement(self, ts: TrainState) -> PlacementReport:
+        """Where each leaf of a TrainState, or of its shapes, lies, with the bytes a device.
+
+        **Raises:** `ValueError` for a chain without `et.shard`.
+
+        ```python
+        >>> def loss(model, state, batch, key):
+        ...     return et.mean((batch["x"] @ model) ** 2), state, {}
+        >>> shard = et.shard(et.mesh(data=4), batch=P("data"), model=et.fsdp("data", min_size=1))
+        >>> step = et.pipe(loss, shard, et.update(optax.sgd(0.1)), et.donate)
+        >>> report = step.placement(step.init_shapes(lambda key: jnp.zeros((8, 2))))
+        >>> report.leaves[0].spec, report.leaves[0].shard_shape, report.parameters
+        (PartitionSpec('data',), (2, 2), 16)
+
+        ```
+        """
+        return self.step.placement(ts)
+
     def lower(self, ts: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does; nothing is run."""
         return self.compiled.lower(ts, batch)
 
     def inspect(self, ts: TrainState, batch: PyTree) -> Inspection:
         """What the compiled step costs: collectives, FLOPs, bytes a device. Nothing is run."""
-        return inspect_compiled(self.lower(ts, batch).compile())
+        layout = self.step.layout
+        mesh = None if layout is None else layout.mesh
+        return inspect_compiled(self.lower(ts, batch).compile(), mesh)

@@ -16,6 +16,7 @@ from .initialise import Plan, plan_state
 from .levels import Level, order_error
 from .paths import named_leaves
 from .sharding.placement import Layout
+from .sharding.report import PlacementReport, placement_report
 from .state import Parts, TrainState, require_train_state
 
 
@@ -83,6 +84,17 @@ class Step(Level):
     def init_shapes(self, make: Callable[[Array], Any], *, key: Array | None = None) -> TrainState:
         """The first TrainState without its arrays; see `Program.init_shapes`."""
         return self._plan(make, jax.random.key(0) if key is None else key).shapes()
+
+    def placement(self, ts: TrainState) -> PlacementReport:
+        """Where each leaf of a TrainState lies; see `Program.placement`."""
+        if self.layout is None or self.state_layout is None:
+            raise ValueError(
+                "A placement is one on a mesh. Got a chain without one. "
+                "Put `et.shard(mesh, ...)` before `et.update`."
+            )
+        model = ts.structure.unpack(ts.structure.avals).model
+        trainable = {name for name, _ in named_leaves(eqx.filter(model, self.is_trainable(model)))}
+        return placement_report(ts, self.layout, self.state_layout, trainable)
 
     def _plan(self, make: Callable[[Array], Any], key: Array) -> Plan:
         def begin(model: PyTree, state: PyTree, key: Array) -> Parts:
