@@ -10,6 +10,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,18 +24,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import eqtrain as et
-from models.llama import Llama, LlamaConfig, tensor_parallel
+from models.llama import LLAMA_7B, Llama, LlamaConfig, tensor_parallel
 
 CONFIG = LlamaConfig(
     vocab_size=128, dim=64, num_layers=3, num_heads=4, num_kv_heads=2, hidden_dim=128
 )
 A, ROWS, S = 2, 32, 16
-L, D, V, H = CONFIG.num_layers, CONFIG.dim, CONFIG.vocab_size, CONFIG.hidden_dim
-KV = CONFIG.num_kv_heads * CONFIG.head_dim
-# Elements: of each matrix of one layer, of those outside of the layers, and of the norms' scales.
-OF_A_LAYER = [D * D, D * KV, D * KV, D * D, D * H, D * H, H * D]
-OUTSIDE = [V * D, D * V]
-NORMS = [L * D, L * D, D]
 # Below every matrix of a layer, above every norm.
 MIN_SIZE = 1024
 
@@ -66,8 +64,17 @@ CASES = {
 }
 
 
-def closed_form(case: Case) -> Ledger:
+def of_a_layer(config: LlamaConfig) -> list[int]:
+    """The elements of each matrix of one layer."""
+    D, H = config.dim, config.hidden_dim
+    KV = config.num_kv_heads * config.head_dim
+    return [D * D, D * KV, D * KV, D * D, D * H, D * H, H * D]
+
+
+def closed_form(case: Case, config: LlamaConfig = CONFIG, rows: int = ROWS, S: int = S) -> Ledger:
     d, f, m = case.data, case.fsdp, case.model
+    L, D, V = config.num_layers, config.dim, config.vocab_size
+    layer, outside, norms = of_a_layer(config), [V * D, D * V], [L * D, L * D, D]
     found: dict[Any, list[int]] = collections.defaultdict(lambda: [0, 0])
 
     def moves(kind: str, axes: str, tensors: int, elements: float) -> None:
@@ -78,8 +85,8 @@ def closed_form(case: Case) -> Ledger:
             found[kind, over][1] += round(tensors * elements) * 4
 
     # The matrices, as the optimizer holds them: stacked over layers.
-    matrices = [L * size / m for size in OF_A_LAYER] + [size / m for size in OUTSIDE]
-    for size in NORMS:
+    matrices = [L * size / m for size in layer] + [size / m for size in outside]
+    for size in norms:
         moves("all-reduce", "data fsdp", 1, size)
     if case.gather is None and not case.zero:
         for size in matrices:
@@ -91,21 +98,21 @@ def closed_form(case: Case) -> Ledger:
     if case.gather is not None:
         for size in matrices:
             moves("all-reduce", "data", 1, size / f)
-        for size in OUTSIDE if case.gather == "lazy" else [m * size for size in matrices]:
+        for size in outside if case.gather == "lazy" else [m * size for size in matrices]:
             moves("all-gather", "fsdp", 1, size / m)
             moves("reduce-scatter", "fsdp", 1, size / m / f)
     if case.gather == "lazy":
-        for size in OF_A_LAYER:
+        for size in layer:
             moves("all-gather", "fsdp", 2 * A * L, size / m)  # forward, and rematerialised
             moves("reduce-scatter", "fsdp", A * L, size / m / f)
-    B = ROWS // (d * f * A)
+    B = rows // (d * f * A)
     # Forward the attention and the MLP each leave once, backward each is entered once, and the
     # rematerialised attention leaves again; the embedding leaves, and the head is entered.
     if case.sequence:
         moves("reduce-scatter", "model", A * (5 * L + 2), B * S * D / m)
         # As often the other way, and once more a layer: both are entered again, not one.
         moves("all-gather", "model", A * (6 * L + 2), B * S * D)
-        for size in NORMS:
+        for size in norms:
             moves("all-reduce", "model", A, size)
     else:
         moves("all-reduce", "model", A * (5 * L + 2), B * S * D)
@@ -144,11 +151,7 @@ def batch_of(rows: int = ROWS, length: int = S) -> dict[str, jax.ShapeDtypeStruc
     return {"tokens": tokens, "labels": tokens, "weight": weight}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_ledger_is_the_closed_form(name: str):
-    case = CASES[name]
-    program = program_of(case)
-    inspection = program.inspect(shapes_of(program, case), batch_of())
+def check(inspection: et.Inspection, expected: Ledger) -> None:
     found: dict[Any, list[int]] = collections.defaultdict(lambda: [0, 0])
     scalars = 0
     for collective in inspection.collectives:
@@ -160,12 +163,62 @@ def test_the_ledger_is_the_closed_form(name: str):
             entry = found[collective.kind, collective.axes]
             entry[0] += collective.times
             entry[1] += collective.times * size_of(shape)
-    assert {key: tuple(entry) for key, entry in found.items()} == closed_form(case)
-    # The loss's total and count; and for the norm of the gradients one number a leaf, or two where
-    # XLA sums over one axis after the other. Nothing else.
-    assert scalars <= 2 + 2 * (len(OF_A_LAYER) + len(OUTSIDE) + len(NORMS))
+    assert {key: tuple(entry) for key, entry in found.items()} == expected
+    # The loss's total and count; and for the norm of the gradients one number for each of the 12
+    # leaves, or two where XLA sums over one axis after the other. Nothing else.
+    assert scalars <= 2 + 2 * 12
 
 
 def size_of(shape: str) -> int:
     assert shape.startswith("f32[")
     return 4 * math.prod(int(dim) for dim in shape[4:-1].split(","))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_ledger_is_the_closed_form(name: str):
+    case = CASES[name]
+    program = program_of(case)
+    check(program.inspect(shapes_of(program, case), batch_of()), closed_form(case))
+
+
+def check_7b(case: Case) -> None:
+    """Compiles a step of the 7B model, of which no array is ever made, and checks what it costs."""
+    devices, rows, length = case.data * case.fsdp * case.model, 2 * 64, 2048
+    program = program_of(case, LLAMA_7B, min_size=2**13)  # above the norms
+    ts = shapes_of(program, case, LLAMA_7B)
+    inspection = program.inspect(ts, batch_of(rows, length))
+    check(inspection, closed_form(case, LLAMA_7B, rows, length))
+    # Parameters and two moments of each, of which the norms' scales alone are whole everywhere.
+    norms = LLAMA_7B.dim * (2 * LLAMA_7B.num_layers + 1)
+    split = case.fsdp * case.model
+    held = 4 * 3 * ((6_738_415_616 - norms) // split + norms)
+    rows_of_one = rows // (case.data * case.fsdp)
+    batch = 3 * 4 * rows_of_one * length + 8 * rows  # with the words of every row's key
+    assert abs(inspection.argument_bytes - held) <= batch + 64
+    report = program.placement(ts)
+    assert report.parameters == report.gradients == held // 3
+    assert report.optimizer_state == 2 * held // 3 + 4
+    assert inspection.donated_bytes >= held and devices == jax.device_count()
+
+
+def test_7b_on_8_devices():
+    check_7b(Case(2, 2, 2, gather="lazy"))
+
+
+def test_7b_on_64_devices():
+    """In a process of its own, since the number of devices is fixed when JAX starts."""
+    script = (
+        "import warnings; warnings.simplefilter('ignore', UserWarning)\n"
+        "from tests.sharding.test_ledger import Case, check_7b\n"
+        "check_7b(Case(4, 4, 4, gather='lazy'))"
+    )
+    flags = "--xla_force_host_platform_device_count=64"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "65"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
