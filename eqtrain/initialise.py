@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from .paths import named_leaves
-from .sharding.placement import Layout
+from .sharding.placement import Layout, trimmed
 from .state import Parts, Structure, TrainState, as_arrays, flatten, scalars_as_arrays, strong
 
 
@@ -151,8 +152,9 @@ def _shardings(
             spec = specs[path]
         elif name.startswith(("opt_state", "extra")):
             owner = _owner(name, trainable)
-            if owner is not None and model[owner].shape == shape.shape:
-                spec = state_specs[owner] if name.startswith("opt_state") else specs[owner]
+            if owner is not None:
+                owners = state_specs if name.startswith("opt_state") else specs
+                spec = _spec_of_part(owners[owner], model[owner].shape, shape.shape)
         shardings.append(layout.sharding(spec))
     return tuple(shardings)
 
@@ -163,10 +165,32 @@ def _in_model(name: str) -> str | None:
 
 
 def _owner(name: str, trainable: set[str]) -> str | None:
-    """The parameter that an optimizer's leaf belongs to: the longest whose path ends its own."""
+    """The parameter that an optimizer's leaf belongs to: the longest whose path ends its own.
+
+    Where none does, one more part may follow: sm3 keeps a list for each parameter.
+    """
     parts = name.split(".")
-    for start in range(1, len(parts)):
-        tail = ".".join(parts[start:])
-        if tail in trainable:
-            return tail
+    for end in (len(parts), len(parts) - 1):
+        for start in range(1, end):
+            path = ".".join(parts[start:end])
+            if path in trainable:
+                return path
     return "" if "" in trainable else None
+
+
+def _spec_of_part(spec: P, owner: tuple[int, ...], shape: tuple[int, ...]) -> P:
+    """How a leaf of `shape` lies that belongs to a parameter of shape `owner`, placed by `spec`.
+
+    It may have the parameter's dims behind others, as the history of L-BFGS, or some of them, as
+    Adafactor's statistics. Which ones those are must be plain; else it is replicated.
+    """
+    entries = [*spec, *[None] * (len(owner) - len(spec))]
+    more = len(shape) - len(owner)
+    if more >= 0:
+        return trimmed(P(*[None] * more, *entries)) if shape[more:] == owner else P()
+    found = {
+        trimmed(P(*(entries[dim] for dim in dims)))
+        for dims in itertools.combinations(range(len(owner)), len(shape))
+        if tuple(owner[dim] for dim in dims) == shape
+    }
+    return found.pop() if len(found) == 1 else P()
