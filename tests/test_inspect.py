@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import eqtrain as et
 from eqtrain.inspect import collectives_of
 
 SUM = """
@@ -221,3 +222,33 @@ def test_names_and_comments_are_no_collectives():
 def test_bytes_of_dtypes(dtype: str, expected: int):
     line = ALL_REDUCE.replace("f32[8]", f"{dtype}[8]")
     assert counted(module(line)) == [("all-reduce", (f"{dtype}[8]",), expected)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1,2,3,4,5,6,7}}", ("data", "fsdp", "model")),
+        ("{}", ("data", "fsdp", "model")),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("data",)),
+        ("{{0,2},{1,3},{4,6},{5,7}}", ("fsdp",)),
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("model",)),
+        ("{{1,0},{3,2},{5,4},{7,6}}", ("model",)),  # in whichever order
+        ("{{0,1,4,5},{2,3,6,7}}", ("data", "model")),
+        ("[4,2]<=[8]", ("model",)),
+        ("[4,2]<=[2,4]T(1,0)", ("data",)),
+        ("[2,4]<=[2,2,2]T(1,0,2)", ("data", "model")),
+        ("mesh['data'=2,'fsdp'=2,'model'=2] {'fsdp'}", ("fsdp",)),
+        ("{{0,3},{1,2},{4,7},{5,6}}", None),  # along no axis
+    ],
+)
+def test_the_axes_that_a_collective_goes_over(groups: str, axes: tuple[str, ...] | None):
+    line = f"%r = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%sum"
+    mesh = et.mesh(data=2, one=1, fsdp=2, model=2)
+    assert [found.axes for found in collectives_of(module(line), mesh)] == [axes]
+
+
+def test_the_axes_of_a_permutation():
+    pairs = "source_target_pairs={{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}"
+    line = f"%r = f32[8]{{0}} collective-permute(%p), channel_id=1, {pairs}"
+    mesh = et.mesh(data=4, model=2)
+    assert [found.axes for found in collectives_of(module(line), mesh)] == [("model",)]

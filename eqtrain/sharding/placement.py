@@ -131,7 +131,7 @@ def _split_largest(leaf: Any, spec: P, dims: list[int], axis: str, size: int) ->
         return None
     entries = [*spec, *[None] * (leaf.ndim - len(spec))]
     entries[max(dims, key=lambda dim: leaf.shape[dim])] = axis
-    return P(*entries)
+    return trimmed(P(*entries))
 
 
 def _is_within(path: str, subtree: str) -> bool:
