@@ -40,7 +40,7 @@ class Plan:
 
         consts, layout = self.closed.consts, self.layout
         if layout is not None:
-            key = jax.device_put(key, layout.sharding(P()))
+            key = _replicated(key, layout)
             consts = [_movable(const, layout) for const in consts]
         # Run once and never again: on a CPU, optimising the random numbers of every leaf by LLVM
         # takes seconds, three to five times as long as this. Their last bits differ by it.
@@ -93,6 +93,12 @@ def plan_state(
         for shape, sharding in zip(shapes, shardings, strict=True)
     )
     return Plan(closed, Structure(treedef, static, names, avals), layout)
+
+
+def _replicated(key: Array, layout: Layout) -> Array:
+    """The key on every device of the mesh. As data: other processes' devices take no typed key."""
+    data = jax.device_put(jax.random.key_data(key), layout.sharding(P()))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 def _movable(const: Any, layout: Layout) -> Any:

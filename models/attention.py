@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from .parallel import ColumnLinear, RowLinear, enter
@@ -80,8 +81,14 @@ def attend(
         seen = seen & (segments[:, :, None] == segments[:, None, :])
     # A token sees itself, so that no row is -inf throughout.
     scores_BKGST = jnp.where(seen[:, None, None], scores_BKGST * head_dim**-0.5, -jnp.inf)
-    share_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKH.dtype)
+    share_BKGST = _softmax(scores_BKGST).astype(v_BTKH.dtype)
     return jnp.einsum("BKGST,BTKH->BSKGH", share_BKGST, v_BTKH).reshape(q_BSNH.shape)
+
+
+def _softmax(scores: Float32[Array, "*batch keys"]) -> Float32[Array, "*batch keys"]:
+    """By a product with the inverse, which XLA makes of a division in some programs only."""
+    shares = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+    return shares * (1 / shares.sum(-1, keepdims=True))
 
 
 class Attention(eqx.Module):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import eqtrain as et
+from models.llama import LLAMA_TINY, Llama
 from models.mlp import MLP
 from models.resnet import ResNet, Size
 
@@ -64,7 +65,16 @@ def make_resnet(key: Array, axis_names: tuple[str, ...] | None = ()) -> Any:
     )
 
 
+def llama_loss(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:
+    tokens = (batch["x"] * 20).astype(jnp.int32) % LLAMA_TINY.vocab_size
+    nll = model.nll(tokens[:, :-1], tokens[:, 1:])
+    weight = jnp.broadcast_to(batch["weight"][:, None], nll.shape)
+    metrics = {"nll": et.mean(nll), "rows": et.Sum((batch["weight"] > 0).sum())}
+    return et.mean(nll, where=weight), state, metrics
+
+
 TASKS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
+    "llama": (llama_loss, lambda key: Llama(LLAMA_TINY, key=key), (9,)),
     "mlp": (mlp_loss, lambda key: MLP((16, 64, CLASSES), dropout=0.1, key=key), (16,)),
     "resnet": (resnet_loss, make_resnet, (8, 8, 1)),
 }
@@ -101,7 +111,7 @@ def differing(a: Any, b: Any) -> list[str]:
 
 @pytest.mark.parametrize("placement", ["replicate", "fsdp"])
 @pytest.mark.parametrize(("devices", "microbatches"), LANES)
-@pytest.mark.parametrize("task", ["mlp", "resnet"])
+@pytest.mark.parametrize("task", ["mlp", "resnet", "llama"])
 def test_devices_do_not_change_a_bit(task: str, devices: int, microbatches: int, placement: str):
     reference = run(task, 1, 8, "replicate")
     assert differing(run(task, devices, microbatches, placement), reference) == []
