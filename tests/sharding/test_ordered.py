@@ -152,6 +152,28 @@ def test_running_statistics_are_the_mean_over_lanes():
     np.testing.assert_allclose(variance, 0.9 + 0.1 * lanes.var(1).mean(0), rtol=1e-4)
 
 
+def test_norms_are_ordered_where_parameters_are_whole():
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))
+    found = []
+    for devices, microbatches in LANES:
+        program = et.pipe(
+            mlp_loss,
+            et.accumulate(microbatches, order="tree"),
+            et.shard(et.mesh(data=devices), batch=P("data"), order="tree"),
+            et.update(optimizer),
+            et.jit,
+        )
+        ts, norms = program.init(TASKS["mlp"][1], key=jax.random.key(0)), []
+        for batch in batches((16,)):
+            ts, metrics = program(ts, batch)
+            norms.append(et.fetch(metrics)["grad_norm"])
+        found.append((norms, [np.array(leaf) for leaf in ts.leaves]))
+    for norms, leaves in found[1:]:
+        assert norms == found[0][0]
+        for a, b in zip(leaves, found[0][1], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_two_axes_that_split_the_batch():
     model = et.fsdp("fsdp", min_size=64)
     program = et.pipe(
