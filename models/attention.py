@@ -85,8 +85,8 @@ def attend(
     scores_BKGST = jnp.where(seen[:, None, None], scores_BKGST * head_dim**-0.5, -jnp.inf)
     largest = jax.lax.stop_gradient(scores_BKGST.max(-1, keepdims=True))
     share_BKGST = jnp.exp(scores_BKGST - largest)
-    # The sum divides what comes out, which is smaller than the scores; as a product, which XLA makes
-    # of a division in some programs and not in others.
+    # The sum divides what comes out, which is smaller than the scores. As a product, which XLA
+    # makes of a division in some programs and not in others.
     inverse_BKGS1 = 1 / share_BKGST.sum(-1, keepdims=True)
     out_BKRH = jnp.einsum(
         "BKRT,BKTH->BKRH",
