@@ -76,9 +76,8 @@ class Inspection:
         >>> shard = et.shard(et.mesh(data=4), batch=P("data"))
         >>> step = et.pipe(loss, shard, et.update(optax.sgd(0.1)), et.donate)
         >>> ts = step.init_shapes(lambda key: jnp.zeros((8, 2)))
-        >>> print(step.inspect(ts, {"x": jnp.ones((4, 8))}))
-        all-reduce over data: 1 a call, 72 bytes
-        ...
+        >>> step.inspect(ts, {"x": jnp.ones((4, 8))}).ledger
+        {('all-reduce', ('data',)): Entry(times=1, bytes=72)}
 
         ```
         """
