@@ -26,7 +26,8 @@ gathers all weights before the loss, `ours_fsdp_lazy` each layer's in that layer
 `ours_tensor` and `ours_sequence`. `auto_...` are `jax.jit` of the global program, with the same
 model and remat, the same `NamedSharding` of each parameter and moment in and out, donated, and
 `with_sharding_constraint` on activations where MaxText and T5X have it. `pmap` is `jax.pmap`, with
-a `pmean` of the gradients.
+a `pmean` of the gradients. `ordered` is `ours_replicated` with `order="tree"`, whose bits do not
+depend on the number of devices: what that costs.
 
 **The figures.** `step`: two steps and the wait for them, divided by two. Every round goes through
 all contenders in an order drawn anew; printed are the medians over rounds with their quartiles, and
@@ -79,6 +80,7 @@ PAIRS = {
     "ours_tensor": "auto_tensor",
     "ours_sequence": "auto_sequence",
     "pmap": "auto_replicated",
+    "ordered": "ours_replicated",
 }
 NAMES = list(dict.fromkeys([*PAIRS, *PAIRS.values()]))
 TWO_PROCESSES = "two processes"

@@ -97,9 +97,15 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 def ours(
-    size: Size, placement: Any, *, split_model: bool = False, sequence: bool = False, remat=True
+    size: Size,
+    placement: Any,
+    *,
+    split_model: bool = False,
+    sequence: bool = False,
+    remat: bool = True,
+    order: str | None = None,
 ) -> Stepper:
-    program, ts, batch = _ours(size, placement, split_model, sequence, remat)
+    program, ts, batch = _ours(size, placement, split_model, sequence, remat, order)
     start = time.perf_counter()
     # Compiled once more when it is called. A cache on disk would save that, but what is timed would
     # then not be what the compiler just made, as it is for the others.
@@ -113,13 +119,20 @@ def ours(
     return Stepper(step, ts, compiled, seconds)
 
 
-def _ours(size: Size, placement: Any, split_model: bool, sequence: bool, remat: bool) -> Any:
+def _ours(
+    size: Size,
+    placement: Any,
+    split_model: bool = False,
+    sequence: bool = False,
+    remat: bool = True,
+    order: str | None = None,
+) -> Any:
     def loss(model: Llama, state: None, batch: PyTree, key: Array) -> Any:
         return et.mean(model.nll(batch["tokens"], batch["labels"])), state, {}
 
     program = et.pipe(
         loss,
-        et.shard(make_mesh(split_model), batch=P("data"), model=placement),
+        et.shard(make_mesh(split_model), batch=P("data"), model=placement, order=order),
         et.update(make_optimizer()),
         et.donate,
     )
@@ -203,7 +216,7 @@ def automatic(
 def pmap(size: Size) -> Stepper:
     """`jax.pmap`: a full copy of everything on each device, gradients averaged by hand."""
     count = jax.device_count()
-    _, ts, _ = _ours(size, et.replicate(), False, False, True)
+    _, ts, _ = _ours(size, et.replicate())
     params, static = eqx.partition(ts.model, eqx.is_array)
     optimizer = make_optimizer()
     state = (params, ts.opt_state)
@@ -256,6 +269,7 @@ STEPPERS: dict[str, Callable[[Size], Stepper]] = {
     "ours_fsdp_lazy": lambda size: ours(size, et.fsdp("data", lazy="blocks")),
     "ours_tensor": lambda size: ours(size, _beside(), split_model=True),
     "ours_sequence": lambda size: ours(size, _beside(), split_model=True, sequence=True),
+    "ordered": lambda size: ours(size, et.replicate(), order="tree"),
     "auto_replicated": lambda size: automatic(size, et.replicate()),
     "auto_fsdp": lambda size: automatic(size, et.fsdp("data")),
     "auto_tensor": lambda size: automatic(size, _beside(), split_model=True),
@@ -267,7 +281,7 @@ STEPPERS: dict[str, Callable[[Size], Stepper]] = {
 
 def save_weights(size: Size, path: str) -> None:
     """Writes the first weights, by their paths in the model, and the batch."""
-    _, ts, _ = _ours(size, et.replicate(), False, False, True)
+    _, ts, _ = _ours(size, et.replicate())
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(ts.model, eqx.is_array))
     arrays: dict[str, Any] = {
         jax.tree_util.keystr(name).lstrip("."): np.asarray(leaf) for name, leaf in leaves

@@ -126,8 +126,8 @@ class Program(Level):
         >>> shard = et.shard(et.mesh(data=4), batch=P("data"), model=et.fsdp("data", min_size=1))
         >>> step = et.pipe(loss, shard, et.update(optax.sgd(0.1)), et.donate)
         >>> report = step.placement(step.init_shapes(lambda key: jnp.zeros((8, 2))))
-        >>> report.leaves[0].spec, report.leaves[0].shard_shape, report.parameters
-        (PartitionSpec('data',), (2, 2), 16)
+        >>> tuple(report.leaves[0].spec), report.leaves[0].shard_shape, report.parameters
+        (('data',), (2, 2), 16)
 
         ```
         """
