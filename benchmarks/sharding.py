@@ -3,7 +3,7 @@ model and placement, moves no more bytes, and takes less temporary memory.
 
     python benchmarks/sharding.py
 
-Estimated at six minutes on two quiet cores, and 16 at a load of 15; `--quick` is a look at a tiny
+Six to eight minutes on two free cores; `--quick` is a look at a tiny
 model, and its times mean nothing. Runs on the CPU, on 4 and then on 8 devices that are forced
 there, whatever the number of cores. `--no-torch` leaves out PyTorch, which needs `torch` and
 `transformers`.
