@@ -96,16 +96,8 @@ def make_optimizer() -> optax.GradientTransformation:
     return optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
-def ours(
-    size: Size,
-    placement: Any,
-    *,
-    split_model: bool = False,
-    sequence: bool = False,
-    remat: bool = True,
-    order: str | None = None,
-) -> Stepper:
-    program, ts, batch = _ours(size, placement, split_model, sequence, remat, order)
+def ours(size: Size, placement: Any, **settings: Any) -> Stepper:
+    program, ts, batch = _ours(size, placement, **settings)
     start = time.perf_counter()
     # Compiled once more when it is called. A cache on disk would save that, but what is timed would
     # then not be what the compiler just made, as it is for the others.
@@ -190,7 +182,7 @@ def automatic(
 
     Parameters and optimizer state lie as ours do, by the same placement.
     """
-    _, ts, batch = _ours(size, placement, split_model, False, True)
+    _, ts, batch = _ours(size, placement, split_model)
     params, static = eqx.partition(ts.model, eqx.is_array)
     optimizer, mesh = make_optimizer(), make_mesh(split_model)
     # Scalars too, such as AdamW's count, have to lie on the whole mesh from the start.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -280,6 +280,12 @@ class Layout:
 
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
+
+    def constrain(self, tree: PyTree, specs: Sequence[P]) -> PyTree:
+        """Says how each leaf of `tree` is to lie, in order."""
+        leaves, treedef = jax.tree.flatten(tree)
+        shardings = [self.sharding(spec) for spec in specs]
+        return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, shardings))
 
     @property
     def batch_shards(self) -> int:

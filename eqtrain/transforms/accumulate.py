@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,8 @@ def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[
 
     def transform(given: Any) -> Contribute:
         inner = as_contribute(given, source)
-        if order == "tree":
+        if order == "tree" or inner.order == "tree" and num_microbatches > 1:
+            _refuse_outside(inner, num_microbatches, source)
             return _in_tree_order(inner, num_microbatches, source, given)
         shards = inner.layout.batch_shards if inner.layout else 1
 
@@ -117,27 +119,29 @@ def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[
             arrays, counts = lax.scan(body, arrays, parts)
             return tuple(count.sum(0) for count in counts), eqx.combine(arrays, static)
 
-        return Contribute(
+        return dataclasses.replace(
+            inner,
             chain=(*inner.chain, Link(source, Contribute)),
             wrapped=given,
             contribute=contribute,
             count=count,
-            compute_dtype=inner.compute_dtype,
-            loss_scaling=inner.loss_scaling,
-            layout=inner.layout,
         )
 
     return transform
 
 
-def _in_tree_order(inner: Contribute, num_microbatches: int, source: str, given: Any) -> Contribute:
+def _refuse_outside(inner: Contribute, num_microbatches: int, source: str) -> None:
+    """Refuses sums over microbatches of what was summed over devices, or over others, before."""
     if inner.layout is not None or inner.order is not None:
+        ordered = f"et.accumulate({num_microbatches}, order='tree')"
         raise ValueError(
-            f"`{source}` adds the rows of one device, and stands once, inside `et.shard`. "
-            f"Got it after {written(inner.chain)}. "
-            f"Write `et.pipe(loss, {source}, et.shard(..., order='tree'), ...)`."
+            f"In tree order, `{source}` adds the rows of one device, and stands once, inside "
+            f"`et.shard`. Got it after {written(inner.chain)}. "
+            f"Write `et.pipe(loss, {ordered}, et.shard(..., order='tree'), ...)`."
         )
 
+
+def _in_tree_order(inner: Contribute, num_microbatches: int, source: str, given: Any) -> Contribute:
     def add(
         run: Callable[[PyTree, PyTree, Any], PyTree], state: PyTree, batch: PyTree, key: Any
     ) -> PyTree:
@@ -164,13 +168,12 @@ def _in_tree_order(inner: Contribute, num_microbatches: int, source: str, given:
     def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
         return add(lambda *part: inner.count(model, *part), state, batch, key)
 
-    return Contribute(
+    return dataclasses.replace(
+        inner,
         chain=(*inner.chain, Link(source, Contribute)),
         wrapped=given,
         contribute=contribute,
         count=count,
-        compute_dtype=inner.compute_dtype,
-        loss_scaling=inner.loss_scaling,
         order="tree",
     )
 
@@ -248,9 +251,7 @@ def _zero_grads(layout: Layout | None, model: PyTree, objective: Objective) -> P
     if layout is None or objective.grad_specs is None:
         return zeros
     # Outside `shard` the carry lies as each microbatch's gradient does, which holds less (ZeRO-2).
-    leaves, treedef = jax.tree.flatten(zeros)
-    shardings = [layout.sharding(spec) for spec in objective.grad_specs]
-    return treedef.unflatten(lax.with_sharding_constraint(leaves, shardings))
+    return layout.constrain(zeros, objective.grad_specs)
 
 
 def _settle(

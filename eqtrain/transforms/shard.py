@@ -90,13 +90,12 @@ def shard(
         def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
             return _count(layout, inner, model, state, batch, key)
 
-        return Contribute(
+        return dataclasses.replace(
+            inner,
             chain=(*inner.chain, Link(source, Contribute)),
             wrapped=given,
             contribute=contribute,
             count=count,
-            compute_dtype=inner.compute_dtype,
-            loss_scaling=inner.loss_scaling,
             layout=layout,
             order=order,
         )

@@ -130,11 +130,10 @@ def _state_layout(layout: Layout | None, shard_state: str | None) -> Layout | No
     return dataclasses.replace(layout, placement=split_state(layout.placement, shard_state))
 
 
-def _constrain(params: PyTree, layout: Layout, specs: dict[str, P]) -> PyTree:
-    """Says how each leaf of `params` is to lie."""
-    leaves, treedef = jax.tree.flatten(params)
-    shardings = [layout.sharding(specs[name]) for name, _ in named_leaves(params)]
-    return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, shardings))
+def _trained_specs(layout: Layout, model: PyTree, mask: PyTree) -> tuple[P, ...]:
+    """The spec of each trainable leaf, in order."""
+    specs = layout.specs_by_name(dict(named_leaves(eqx.filter(model, eqx.is_array))))
+    return tuple(specs[name] for name, _ in named_leaves(eqx.filter(model, mask)))
 
 
 def _advance(
@@ -152,12 +151,10 @@ def _advance(
     # A scale is meant for the gradient of a mean, and a total's is some power of two larger.
     applied = None if scale is None else scale * 2.0 ** -math.floor(math.log2(rows))
     objective = inner.objective(parts.model, parts.state, batch, keys, mask, applied)
-    arrays = dict(named_leaves(eqx.filter(parts.model, eqx.is_array)))
     layout, split = inner.layout, None if state_layout is inner.layout else state_layout
     if split is not None:
-        specs = split.specs_by_name(arrays)
-        names = [name for name, _ in named_leaves(eqx.filter(parts.model, mask))]
-        objective = dataclasses.replace(objective, grad_specs=tuple(specs[name] for name in names))
+        grad_specs = _trained_specs(split, parts.model, mask)
+        objective = dataclasses.replace(objective, grad_specs=grad_specs)
     total = inner.contribute(parts.model, parts.state, batch, keys, objective)
 
     grads = mean_grads(total, objective)
@@ -173,10 +170,10 @@ def _advance(
         value=total.loss.value,
     )
     params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-    if split is not None and layout is not None:
+    if split is not None and layout is not None and objective.grad_specs is not None:
         # Each device updates its part; only then the parts are gathered.
-        params = _constrain(params, split, split.specs_by_name(arrays))
-        params = _constrain(params, layout, layout.specs_by_name(arrays))
+        params = split.constrain(params, objective.grad_specs)
+        params = layout.constrain(params, _trained_specs(layout, parts.model, mask))
     new = Parts(
         model=eqx.combine(params, parts.model),
         state=total.state,

@@ -210,6 +210,7 @@ def shard(order: Any = "tree", **settings: Any) -> Any:
         (lambda: chain(mlp_loss, et.accumulate(2), shard()), "must add in the same order"),
         (lambda: chain(mlp_loss, et.accumulate(2, order="tree"), shard(None)), "the same order"),
         (lambda: chain(mlp_loss, shard(), et.accumulate(2, order="tree")), "inside `et.shard`"),
+        (lambda: chain(mlp_loss, shard(), et.accumulate(2)), "order='tree'"),
         (
             lambda: et.shard(et.mesh(data=2, seq=2), batch={"x": P("data", "seq")}, order="tree"),
             "whose examples are split too",
