@@ -318,7 +318,8 @@ def update_once(name: str, mesh: Mesh | None) -> PyTree:
 @pytest.mark.parametrize("name", ["adafactor", "galore", "lamb", "lars", "muon", "sgd", "sm3"])
 def test_an_update_of_each_shard_alone_is_another(name: str):
     by_shard = update_once(name, et.mesh(model=2))
-    assert max(differences(by_shard, update_once(name, None))) > 50 * TOLERANCE
+    # Of the size of one update, which lars makes smallest; far above what rounding gives.
+    assert max(differences(by_shard, update_once(name, None))) > 10 * TOLERANCE
 
 
 # Leaves of the optimizer's state that are shaped like a part of a param, or like several
