@@ -34,8 +34,13 @@ from .sharding.placement import rules as rules
 from .sharding.report import PlacementReport as PlacementReport
 from .state import TrainState as TrainState
 from .state import UsedStateError as UsedStateError
+from .spikes import Spike as Spike
+from .step import CheckError as CheckError
 from .step import NonFiniteError as NonFiniteError
+from .step import ReplicasError as ReplicasError
 from .step import Step as Step
+from .step import StepError as StepError
+from .trips import Trip as Trip
 from .transforms.accumulate import accumulate as accumulate
 from .transforms.compile import donate as donate
 from .transforms.compile import jit as jit

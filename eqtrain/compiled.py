@@ -175,6 +175,12 @@ class Compiled:
                 ) from error
         if not isinstance(error, TypeError | ValueError):
             return
+        if "not functionalized" in str(error):
+            raise ValueError(
+                "A `checkify.check` needs somebody who looks at it. Got one in the loss of a chain "
+                "without a guard that does. Add `et.guard` after `et.update`, with "
+                'checks="user", as it is unless given.'
+            ) from error
         if "incompatible devices" in str(error).lower():
             places = "; ".join(
                 f"`{name}` on {_placement(leaf)}"

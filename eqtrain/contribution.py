@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from .checks import with_checks, without_checks
+from .findings import Findings, Watch, of_one_microbatch
 from .metrics import (
     Combination,
     Mean,
@@ -33,7 +35,7 @@ from .varying import vary, varying
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["grads", "loss", "state", "metrics"],
+    data_fields=["grads", "loss", "state", "metrics", "findings"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +49,14 @@ class Contribution:
     - `loss`: the loss's terms, each a total and a count.
     - `state`: the model's state after this part.
     - `metrics`: a dict of metrics.
+    - `findings`: what the checks of the loss were given, where the objective asks for it.
     """
 
     grads: PyTree
     loss: Combination
     state: PyTree
     metrics: dict[str, PyTree]
+    findings: Findings | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +65,16 @@ class Objective:
 
     `weights` is None for a loss of one term. `trainable` is a pytree of booleans like the model,
     or None for the loss and metrics alone. `grad_specs` says how `shard` is to leave the gradient
-    of each trainable leaf, if not as the leaf lies.
+    of each trainable leaf, if not as the leaf lies. `checks` asks for what the loss's checks were
+    given, and `watch` looks on while it is differentiated.
     """
 
     trainable: PyTree | None = None
     weights: Float[Array, " terms"] | None = None
     scale: Float[Array, ""] | None = None
     grad_specs: tuple[P, ...] | None = None
+    checks: bool = False
+    watch: Watch | None = None
 
 
 def mean_grads(contribution: Contribution, objective: Objective) -> PyTree:
@@ -239,6 +246,11 @@ def _check_state(before: dict[str, str], after: dict[str, str]) -> None:
             )
 
 
+_OWN_METRICS = frozenset(
+    ("loss", "grad_norm", "loss_scale", "skipped", "nonfinite", "spike", "failed_checks")
+)
+
+
 def _check_metrics(metrics: Any) -> dict[str, PyTree]:
     if metrics is None:
         return {}
@@ -247,7 +259,7 @@ def _check_metrics(metrics: Any) -> dict[str, PyTree]:
             "The metrics of a loss must be a dict. "
             f"Got {type(metrics).__name__}. Return `{{'name': et.mean(values)}}`."
         )
-    taken = {"loss", "grad_norm", "loss_scale", "skipped", "nonfinite"} & metrics.keys()
+    taken = _OWN_METRICS & metrics.keys()
     if taken:
         raise ValueError(
             "The kit adds metrics of its own, and names must differ. "
@@ -283,27 +295,55 @@ def differentiate(
     objective: Objective,
 ) -> Contribution:
     """Runs a loss on one microbatch and differentiates its weighted total."""
-    if objective.trainable is None:
-        loss, state, metrics = run_loss(loss_fn, model, state, batch, key)
-        return Contribution(None, loss, state, metrics)
-    params, frozen = eqx.partition(model, objective.trainable)
 
-    def total(params: PyTree) -> tuple[Array, tuple[Combination, PyTree, PyTree]]:
-        loss, new_state, metrics = run_loss(loss_fn, eqx.combine(params, frozen), state, batch, key)
-        totals = [term.total for term in loss.terms]
-        if objective.weights is not None:
-            totals = [
-                total * weight.astype(total.dtype)
-                for total, weight in zip(totals, objective.weights, strict=True)
-            ]
-        weighted = functools.reduce(lambda a, b: a + b, totals)
-        if objective.scale is not None:
-            weighted = weighted * objective.scale.astype(weighted.dtype)
-        return weighted, (loss, new_state, metrics)
+    def checked(model: PyTree, inputs: dict[str, PyTree]) -> tuple[Any, Any]:
+        args = (model, inputs["state"], inputs["batch"], inputs["key"])
+        if not objective.checks:
+            return run_loss(loss_fn, *args), ((), ())
+        out, given, sites = with_checks(functools.partial(run_loss, loss_fn), *args)
+        return out, (given, sites)
 
-    grads, (loss, state, metrics) = jax.grad(total, has_aux=True)(params)
-    grads = jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads)
-    return Contribution(grads, loss, state, metrics)
+    def run(inputs: dict[str, PyTree]) -> tuple[Any, Any, Any]:
+        model = inputs["model"]
+        if objective.trainable is None:
+            return None, *checked(model, inputs)
+        params, frozen = eqx.partition(model, objective.trainable)
+
+        def total(params: PyTree) -> tuple[Array, Any]:
+            out, (given, sites) = checked(eqx.combine(params, frozen), inputs)
+            return _weighted(out[0], objective), (out, given, _Static(sites))
+
+        grads, (out, given, sites) = jax.grad(total, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads)
+        return grads, out, (given, sites.value)
+
+    inputs = {"model": model, "state": state, "batch": batch, "key": key}
+    if objective.watch is None:
+        grads, (loss, state, metrics), seen = run(inputs)
+    else:
+        (grads, (loss, state, metrics), _), seen = objective.watch(run, inputs)
+    return Contribution(grads, loss, state, metrics, of_one_microbatch(*seen, batch_size(batch)))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What passes through a transform of JAX's as it is."""
+
+    value: Any
+
+
+def _weighted(loss: Combination, objective: Objective) -> Float[Array, ""]:
+    totals = [term.total for term in loss.terms]
+    if objective.weights is not None:
+        totals = [
+            total * weight.astype(total.dtype)
+            for total, weight in zip(totals, objective.weights, strict=True)
+        ]
+    weighted = functools.reduce(lambda a, b: a + b, totals)
+    if objective.scale is not None:
+        weighted = weighted * objective.scale.astype(weighted.dtype)
+    return weighted
 
 
 def count_terms(
@@ -317,5 +357,6 @@ def count_terms(
 
     What the counts do not depend on is dead code in the compiled program.
     """
-    loss, state, _ = run_loss(loss_fn, model, state, batch, key)
+    run = functools.partial(run_loss, loss_fn)
+    loss, state, _ = without_checks(run, model, state, batch, key)
     return tuple(term.count for term in loss.terms), state

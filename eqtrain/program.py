@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -18,12 +18,8 @@ from .inspect import Inspection, inspect_compiled
 from .levels import Level
 from .sharding.report import PlacementReport
 from .state import Structure, TrainState
-from .step import NonFiniteError, Step
-
-
-def read_flag(alarm: Any) -> np.ndarray:
-    """The one place where a step's flags leave the devices; `device_get` takes twice as long."""
-    return np.ravel(np.asarray(alarm))
+from .step import Step
+from .trips import Alarm, Trip, read_flag, read_trips
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +31,7 @@ class Program(Level):
     donates: bool
     compiled: Compiled
     _calls: Any = dataclasses.field(default_factory=lambda: itertools.count(1))
+    _trips: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=100))
     _structures: list[Structure] = dataclasses.field(default_factory=list)
 
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
@@ -80,21 +77,31 @@ class Program(Level):
 
         Call it after the loop, and before what must not see a failed step.
 
-        **Raises:** `NonFiniteError` as a call would.
+        **Raises:** what a call would raise: `NonFiniteError`, `CheckError`, `ReplicasError`.
         """
         ts.require_unused()
         self._look(ts.flag, ts)
 
-    def _look(self, flag: tuple[int, Any] | None, ts: TrainState) -> None:
+    @property
+    def trips(self) -> tuple[Trip, ...]:
+        """The last steps that tripped the guard, a hundred at most, oldest first."""
+        return tuple(self._trips)
+
+    def _look(self, flag: tuple[int, Alarm] | None, ts: TrainState) -> None:
         if flag is None:
             return
         call, alarm = flag
-        for value in read_flag(alarm):
-            error = self.step.judge(int(value)) if value else None
+        codes = read_flag(alarm.code)
+        if not codes[:, 0].any():
+            return
+        for trip in read_trips(alarm, codes, call, self.step.layout, ts.structure):
+            if trip.causes:
+                self._trips.append(trip)
+            error = self.step.judge(trip)
             if error is not None:
                 error.add_note(f"It was call {call} of `{self.compiled.name}`.")
-                if isinstance(error, NonFiniteError):
-                    error.state = self.step.recover(ts)
+                error.trip = trip
+                error.state = self.step.recover(ts)
                 raise error
 
     @property

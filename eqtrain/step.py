@@ -10,41 +10,72 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .findings import Findings, Watch
 from .initialise import Plan, plan_state
 from .levels import Level, order_error
 from .paths import named_leaves
 from .sharding.placement import Layout
 from .sharding.report import PlacementReport, placement_report
 from .state import Parts, TrainState, require_train_state
+from .trips import Alarm, Trip
 
 
-class NonFiniteError(FloatingPointError):
-    """The loss or the gradients of a step were not finite.
+class StepError(Exception):
+    """A step of training failed.
 
-    `state` is the TrainState from before the failure; training can go on from it.
+    `state` is the TrainState from before the failure, from which training can go on, and `trip`
+    says what was seen.
     """
 
     state: TrainState | None = None
+    trip: Trip | None = None
+
+
+class NonFiniteError(StepError, FloatingPointError):
+    """The loss, the gradients or the new parameters of a step were not finite."""
+
+
+class CheckError(StepError, ValueError):
+    """A `checkify.check` of the loss failed."""
+
+
+class ReplicasError(StepError, RuntimeError):
+    """Copies of one array, on several devices, are no longer equal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a step says of itself.
 
-    `overflow` is whether loss scaling skipped it already. `alarm`, int32, is what the host looks
-    at: 0 while all is well.
+    **Fields:**
+
+    - `finite`: whether the new parameters are.
+    - `overflow`: whether loss scaling skipped it already.
+    - `findings`: what its checks were given.
+    - `alarm`: what the host looks at, see `Alarm`.
     """
 
     metrics: dict[str, PyTree]
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
+    finite: Bool[Array, ""]
     overflow: Bool[Array, ""] | None = None
-    alarm: Any = None
+    findings: Findings | None = None
+    alarm: Alarm | None = None
 
 
 Advance = Callable[[Parts, PyTree], tuple[Parts, Outcome]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """How closely a step is looked at: its checks, by a watch, and its rows in another order."""
+
+    checks: bool = False
+    watch: Watch | None = None
+    rows: Int[Array, " rows"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +89,8 @@ class Layer:
     rank: int
     begin: Callable[[Parts], Parts]
     wrap: Callable[[Advance], Advance]
-    # On the host: the error that an alarm stands for, or None; and what to go on from after it.
-    judge: Callable[[int], Exception | None] | None = None
+    # On the host: the error that a trip stands for, or None; and what to go on from after it.
+    judge: Callable[[Trip], StepError | None] | None = None
     recover: Callable[[Parts], Parts] | None = None
 
 
@@ -69,13 +100,18 @@ class Step(Level):
 
     name: ClassVar[str] = "Step"
     begin: Callable[[PyTree, PyTree, Array], Parts]
-    advance: Advance
+    advance: Callable[[Parts, PyTree, Look], tuple[Parts, Outcome]]
     layout: Layout | None
     # How the optimizer's state lies, which is as the parameters unless `update` splits it.
     state_layout: Layout | None
     is_trainable: Callable[[PyTree], PyTree]
     layers: tuple[Layer, ...] = ()
     num_steps: int | None = None
+    look: Look = Look()
+    # After so many steps copies are compared.
+    replicas_every: int | None = None
+    # Where a trip leaves its replay bundle.
+    bundles: str | None = None
 
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
         """Makes the first TrainState; see `Program.init`."""
@@ -105,9 +141,12 @@ class Step(Level):
 
         return plan_state(make, key, begin, self.layout, self.state_layout, self.is_trainable)
 
-    def run(self, parts: Parts, batch: PyTree) -> tuple[Parts, dict[str, PyTree], Any]:
+    def run(self, parts: Parts, batch: PyTree) -> tuple[Parts, dict[str, PyTree], Alarm | None]:
         """Takes the step (or steps): the next parts, the metrics, and the alarm."""
-        advance = self.advance
+
+        def advance(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
+            return self.advance(parts, batch, self.look)
+
         for layer in sorted(self.layers, key=lambda layer: layer.rank):
             advance = layer.wrap(advance)
         if self.num_steps is None:
@@ -117,7 +156,13 @@ class Step(Level):
 
     def _run_many(
         self, advance: Advance, parts: Parts, batch: PyTree, num_steps: int
-    ) -> tuple[Parts, dict[str, PyTree], Any]:
+    ) -> tuple[Parts, dict[str, PyTree], Alarm | None]:
+        if self.bundles is not None:
+            raise ValueError(
+                "A step that leaves a replay bundle waits for the host to save it. "
+                f"Got `repeat({num_steps})`, whose steps the host does not see apart. "
+                "Leave out `bundles=` of `et.guard`, or `et.repeat`."
+            )
         for name, leaf in named_leaves(batch):
             if jnp.shape(leaf)[:1] != (num_steps,):
                 raise ValueError(
@@ -134,9 +179,9 @@ class Step(Level):
         arrays, (metrics, alarm) = lax.scan(body, arrays, jax.tree.map(jnp.asarray, batch))
         return eqx.combine(arrays, static), metrics, alarm
 
-    def judge(self, alarm: int) -> Exception | None:
-        """The error that an alarm stands for, if any."""
-        errors = [layer.judge(alarm) for layer in self.layers if layer.judge is not None]
+    def judge(self, trip: Trip) -> StepError | None:
+        """The error that a trip stands for, if any."""
+        errors = [layer.judge(trip) for layer in self.layers if layer.judge is not None]
         return next((error for error in errors if error is not None), None)
 
     def recover(self, ts: TrainState) -> TrainState:

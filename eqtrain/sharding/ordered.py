@@ -18,7 +18,8 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array, Int, PyTree, Shaped
 
-from ..metrics import Max, Min, map_metrics
+from ..findings import is_findings, join_microbatches
+from ..metrics import Max, Min, is_metric
 from ..varying import vary, varying
 from .collectives import AbstractSums, Splits
 from .placement import Axes
@@ -61,7 +62,7 @@ def add_lanes(
 
     halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), (parts, words))
     _, pair = lax.scan(half, None, halves)
-    return map_metrics(_add_pair, pair)
+    return jax.tree.map(_add_pair, pair, is_leaf=lambda node: is_metric(node) or is_findings(node))
 
 
 def _sealed(run: Callable[[PyTree], PyTree], part: PyTree, words: Array) -> PyTree:
@@ -80,6 +81,8 @@ def _sealed(run: Callable[[PyTree], PyTree], part: PyTree, words: Array) -> PyTr
 
 
 def _add_pair(pair: Any) -> Any:
+    if is_findings(pair):
+        return join_microbatches(pair)
     if isinstance(pair, Max | Min):
         return pair.collapse()
     return jax.tree.map(lambda x: x[0] + x[1], pair)

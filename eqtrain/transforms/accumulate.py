@@ -19,6 +19,7 @@ from ..contribution import (
     batch_size,
     is_example_array,
 )
+from ..findings import join_microbatches
 from ..levels import Contribute, Link, as_contribute, require_order, written
 from ..metrics import Max, accumulator_dtype, collapse, is_metric
 from ..paths import path_name
@@ -97,12 +98,17 @@ def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[
                     model, eqx.combine(arrays, static), part_batch, part_key, objective
                 )
                 grads = jax.tree.map(jnp.add, grads, added.grads)
-                return (grads, _like(arrays, added.state)), (added.loss, added.metrics)
+                of_part = (added.loss, added.metrics, added.findings)
+                return (grads, _like(arrays, added.state)), of_part
 
             zeros = _zero_grads(inner.layout, model, objective)
-            (grads, arrays), (loss, metrics) = lax.scan(body, (zeros, arrays), parts)
+            (grads, arrays), (loss, metrics, findings) = lax.scan(body, (zeros, arrays), parts)
             return Contribution(
-                grads, collapse(loss), eqx.combine(arrays, static), collapse(metrics)
+                grads,
+                collapse(loss),
+                eqx.combine(arrays, static),
+                collapse(metrics),
+                join_microbatches(findings),
             )
 
         def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
@@ -160,10 +166,10 @@ def _in_tree_order(inner: Contribute, num_microbatches: int, source: str, given:
     ) -> Contribution:
         def run(state: PyTree, batch: PyTree, key: Any) -> PyTree:
             added = inner.contribute(model, state, batch, key, objective)
-            return (added.grads, added.loss, added.metrics), added.state
+            return (added.grads, added.loss, added.metrics, added.findings), added.state
 
-        (grads, loss, metrics), after = add(run, state, batch, key)
-        return Contribution(grads, loss, after, metrics)
+        (grads, loss, metrics, findings), after = add(run, state, batch, key)
+        return Contribution(grads, loss, after, metrics, findings)
 
     def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
         return add(lambda *part: inner.count(model, *part), state, batch, key)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import PyTree
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, PyTree
 
 from ..compiled import Compiled
 from ..levels import Link
 from ..program import Program
+from ..sharding.replicas import checksums, differ, holders
 from ..state import Structure
-from ..step import as_step
+from ..step import Step, as_step
+from ..trips import Alarm, raise_flag
 
 
 def jit(given: Any = None, *, max_compilations: int | None = None) -> Any:
@@ -71,8 +76,12 @@ def _compile(given: Any, source: str, donates: bool, max_compilations: int | Non
 
         def build(structure: Structure) -> Callable[[tuple[Any, ...], PyTree], Any]:
             def run(leaves: tuple[Any, ...], batch: PyTree) -> Any:
-                parts, metrics, alarm = step.run(structure.unpack(leaves), batch)
-                return structure.pack(parts), metrics, alarm
+                before = structure.unpack(leaves)
+                parts, metrics, alarm = step.run(before, batch)
+                packed = structure.pack(parts)
+                if step.replicas_every is not None and alarm is not None:
+                    alarm = _compare_replicas(step, structure, packed, before.step, alarm)
+                return packed, metrics, alarm
 
             return run
 
@@ -88,3 +97,23 @@ def _compile(given: Any, source: str, donates: bool, max_compilations: int | Non
         )
 
     return transform if given is None else transform(given)
+
+
+def _compare_replicas(
+    step: Step, structure: Structure, leaves: tuple[Array, ...], before: Array, alarm: Alarm
+) -> Alarm:
+    """Sets off the alarm if copies differ, where `replicas_every` steps are over."""
+    assert step.layout is not None and step.replicas_every is not None
+    mesh = step.layout.mesh
+    specs = [sharding.spec for sharding in structure.shardings]
+    parts = structure.unpack(leaves)
+    due = parts.step // step.replicas_every != before // step.replicas_every
+    shape = (mesh.size, len(leaves))
+    sums = lax.cond(
+        due,
+        lambda leaves: checksums(mesh, leaves, specs),
+        lambda leaves: jnp.zeros(shape, jnp.uint32),
+        list(leaves),
+    )
+    code = raise_flag(alarm.code, "replicas", differ(sums, holders(mesh, specs)))
+    return dataclasses.replace(alarm, code=code, checksums=sums)

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from ..compiled import Compiled
 from ..contribution import Objective, batch_size
 from ..levels import Level, Link, as_contribute
+from ..metrics import Sum
 from ..random import example_keys
 from ..state import Structure, TrainState
 
@@ -40,7 +41,8 @@ def evaluate(given: Any) -> Evaluation:
     `eqx.nn.inference_mode(model)` in it, and no key. For averaged parameters pass
     `ts.replace(model=ts.ema)`. Merge the batches' metrics by `et.merge`: their counts weigh them.
 
-    **Returns:** an Evaluation, whose metrics are the loss's with `loss` beside them.
+    **Returns:** an Evaluation, whose metrics are the loss's with `loss` beside them, and where the
+    loss has checks `failed_checks`: in how many batches one failed.
 
     ```python
     >>> def loss(model, state, batch, key):
@@ -61,9 +63,13 @@ def evaluate(given: Any) -> Evaluation:
             keys = example_keys(
                 parts.key, parts.step, jnp.arange(batch_size(batch), dtype=jnp.int32)
             )
-            total = inner.contribute(parts.model, parts.state, batch, keys, Objective())
+            objective = Objective(checks=True)
+            total = inner.contribute(parts.model, parts.state, batch, keys, objective)
             loss = total.loss
-            return {"loss": loss.terms[0] if len(loss.terms) == 1 else loss, **total.metrics}
+            metrics = {"loss": loss.terms[0] if len(loss.terms) == 1 else loss, **total.metrics}
+            if total.findings is not None:
+                metrics["failed_checks"] = Sum(total.findings.failed().astype(jnp.int32))
+            return metrics
 
         return run
 

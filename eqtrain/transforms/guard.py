@@ -1,44 +1,80 @@
-"""`guard`: a step that is not finite changes nothing, on any device."""
+"""`guard`: a step that went wrong changes nothing, on any device, and is named."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from ..levels import Link, once
 from ..metrics import Sum, map_metrics
+from ..spikes import Spike
 from ..state import Parts
-from ..step import Advance, Layer, NonFiniteError, Outcome, Step, as_step, keep
+from ..step import (
+    Advance,
+    CheckError,
+    Layer,
+    Look,
+    NonFiniteError,
+    Outcome,
+    ReplicasError,
+    Step,
+    StepError,
+    as_step,
+    keep,
+)
+from ..trips import Trip, make_alarm
+
+CHECKS = ("user",)
 
 
 def guard(
     given: Any = None,
     *,
     nonfinite: Literal["skip", "raise", "ignore"] = "skip",
+    checks: str | Iterable[str] = "user",
     max_consecutive: int = 25,
+    spike: Spike | None = None,
+    replicas_every: int | None = None,
+    bundles: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Looks at the loss and at the norm of the gradients before a step is taken.
+    """Looks at a step before it is taken: is it finite, and does every check of the loss hold?
 
-    Both are those of the global batch, so every device decides alike. A bad step keeps the whole
-    old TrainState bit for bit: parameters, optimizer and its schedule, averages, BatchNorm
-    statistics. Only `step` (and with it the keys) and the counts of skipped steps go on, and so
-    does the data. A window of microbatches is skipped as a whole. Its metrics are left out of sums.
+    The loss and the norm of the gradients are those of the global batch, so every device decides
+    alike; the new parameters have to be finite too, which a learning rate may prevent. A bad step
+    keeps the whole old TrainState bit for bit: parameters, optimizer and its schedule, averages,
+    BatchNorm statistics. Only `step` (and with it the keys) and the counts of skipped steps go on,
+    and so does the data. A window of microbatches is skipped as a whole. Its metrics are left out
+    of sums.
+
+    A `jax.experimental.checkify.check` in the loss, anywhere but in a function with a derivative of
+    its own, works under all transforms. `program.trips` has the last steps that tripped the guard,
+    each with the checks that failed by device, microbatch and example; `program.explain(ts, batch)`
+    replays one and names what went wrong first.
 
     **Arguments:**
 
-    - `nonfinite`: `"skip"` goes on with the next batch; `"raise"` raises, with the TrainState from
-      before the failure as `error.state`; `"ignore"` only counts.
+    - `nonfinite`: what happens to a bad step. `"skip"` goes on with the next batch; `"raise"`
+      raises, with the TrainState from before the failure as `error.state`; `"ignore"` only counts.
+    - `checks`: which checks a step makes: `"user"`, those of the loss, or `()` for none.
     - `max_consecutive`: so many skipped steps in a row raise.
+    - `spike`: records steps whose loss or gradients stand out, or skips them.
+    - `replicas_every`: after so many steps a checksum of every array that several devices hold is
+      compared. It takes `et.shard`, and a compiled step.
+    - `bundles`: a folder. The first 3 bad steps (and spikes, where they are skipped) leave a replay
+      bundle there. The step after a bad one waits for that.
 
-    **Returns:** a Step with `skipped` among its metrics (`nonfinite` where it only counts). Used
-    bare (`@et.guard`) or with arguments.
+    **Returns:** a Step with `skipped` among its metrics (`nonfinite` where it only counts), and
+    `spike` where it looks for those. Used bare (`@et.guard`) or with arguments.
 
-    **Raises:** `NonFiniteError`, when the step is compiled, at the call after the bad one or in
-    `program.check(ts)`: flags are read one step late, so that the device never waits for Python.
+    **Raises:** `NonFiniteError`, `CheckError` or `ReplicasError`, when the step is compiled, at the
+    call after the bad one or in `program.check(ts)`: flags are read one step late, so that the
+    device never waits for Python.
 
     ```python
     >>> def loss(model, state, batch, key):
@@ -55,91 +91,209 @@ def guard(
         raise ValueError(
             f"`nonfinite` must be 'skip', 'raise' or 'ignore'. Got {nonfinite!r}. Choose one."
         )
-    if max_consecutive < 1:
-        raise ValueError(f"`max_consecutive` must be positive. Got {max_consecutive}. 25 is usual.")
+    chosen = (checks,) if isinstance(checks, str) else tuple(checks)
+    if unknown := [name for name in chosen if name not in CHECKS]:
+        raise ValueError(f"`checks` must be of {CHECKS}. Got {unknown}. Leave out the others.")
+    _require_positive("max_consecutive", max_consecutive, "25 is usual")
+    if replicas_every is not None:
+        _require_positive("replicas_every", replicas_every, "1000 costs next to nothing")
+    if bundles is not None and nonfinite == "ignore":
+        raise ValueError(
+            "A step that is not held back leaves no state to save. "
+            "Got `bundles=` with `nonfinite='ignore'`. Use 'skip' or 'raise'."
+        )
+    if spike is not None and spike.skip and nonfinite != "skip":
+        raise ValueError(
+            "Spikes are skipped where bad steps are. "
+            f"Got `Spike(skip=True)` with nonfinite={nonfinite!r}. Use 'skip', or only record them."
+        )
+    guarding = _Guarding(nonfinite, max_consecutive, spike, bundles is not None)
     source = f'et.guard(nonfinite="{nonfinite}")'
 
     def transform(given: Any) -> Step:
         step = as_step(given, source)
         once(step, source)
-
-        def begin(parts: Parts) -> Parts:
-            counts = {name: jnp.zeros((), jnp.int32) for name in ("skipped", "in_a_row")}
-            return dataclasses.replace(parts, extra={**parts.extra, "guard": counts})
-
-        def wrap(advance: Advance) -> Advance:
-            def guarded(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
-                return _guarded(advance, parts, batch, nonfinite)
-
-            return guarded
-
-        def judge(alarm: int) -> Exception | None:
-            return _judge(alarm, nonfinite, max_consecutive)
-
+        if replicas_every is not None and step.layout is None:
+            raise ValueError(
+                "Replicas are copies of an array on several devices. Got `replicas_every="
+                f"{replicas_every}` and a chain without a mesh. Put `et.shard` before `et.update`."
+            )
+        layer = Layer(1, guarding.begin, guarding.wrap, guarding.judge, guarding.recover)
         return dataclasses.replace(
             step,
             chain=(*step.chain, Link(source, Step)),
             wrapped=given,
-            layers=(*step.layers, Layer(1, begin, wrap, judge, _recover)),
+            layers=(*step.layers, layer),
+            look=Look(checks="user" in chosen),
+            replicas_every=replicas_every,
+            bundles=None if bundles is None else os.fspath(bundles),
         )
 
     return transform if given is None else transform(given)
 
 
-def _guarded(
-    advance: Advance, parts: Parts, batch: PyTree, nonfinite: str
-) -> tuple[Parts, Outcome]:
-    new, outcome = advance(parts, batch)
-    bad = ~(jnp.isfinite(outcome.loss) & jnp.isfinite(outcome.grad_norm))
-    # Loss scaling meets overflow on its own, and kept the old parts already.
-    scaled = jnp.zeros((), bool) if outcome.overflow is None else outcome.overflow
-    failed = bad & ~(scaled & jnp.isfinite(outcome.loss))
-    counts = parts.extra["guard"]
-    if nonfinite == "raise":
-        # What was dispatched before the host saw the flag must not move on from the failure.
-        failed = failed | (counts["in_a_row"] > 0)
-    in_a_row = jnp.where(failed, counts["in_a_row"] + 1, 0)
-    counts = {"skipped": counts["skipped"] + bad.astype(jnp.int32), "in_a_row": in_a_row}
-    if nonfinite == "ignore":
-        extra = {**new.extra, "guard": counts}
-        metrics = {**outcome.metrics, "nonfinite": Sum(bad.astype(jnp.int32))}
-        new = dataclasses.replace(new, extra=extra)
-        return new, dataclasses.replace(outcome, metrics=metrics, alarm=jnp.zeros((), jnp.int32))
-    kept = keep(~(bad | failed), new, parts)
-    if nonfinite == "raise":
-        kept = dataclasses.replace(kept, step=jnp.where(failed, parts.step, new.step))
-    extra = {**kept.extra, "guard": counts}
-    if "loss_scale" in new.extra:
-        extra["loss_scale"] = new.extra["loss_scale"]
-    metrics = map_metrics(
+def _require_positive(name: str, number: Any, usual: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"`{name}` must be a positive integer. Got {number!r}; {usual}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Guarding:
+    """What a guard does around an update. Its counts are in `extra["guard"]`.
+
+    `waits` for the host to save a replay bundle: from a bad step on nothing moves, until the host
+    has seen it.
+    """
+
+    nonfinite: str
+    max_consecutive: int
+    spike: Spike | None
+    waits: bool
+
+    def begin(self, parts: Parts) -> Parts:
+        counts: dict[str, Any] = {
+            name: jnp.zeros((), jnp.int32) for name in ("skipped", "in_a_row")
+        }
+        counts["last_bad"] = jnp.full((), -1, jnp.int32)
+        if self.spike is not None:
+            counts["spike"] = self.spike.begin()
+        if self.waits:
+            counts["waiting"] = jnp.zeros((), bool)
+        return dataclasses.replace(parts, extra={**parts.extra, "guard": counts})
+
+    def wrap(self, advance: Advance) -> Advance:
+        def guarded(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
+            new, outcome = advance(parts, batch)
+            return self._after(parts, new, outcome)
+
+        return guarded
+
+    def _after(self, old: Parts, new: Parts, outcome: Outcome) -> tuple[Parts, Outcome]:
+        counts = old.extra["guard"]
+        never = jnp.zeros((), bool)
+        loss_ok, grads_ok = jnp.isfinite(outcome.loss), jnp.isfinite(outcome.grad_norm)
+        # Loss scaling meets overflow on its own, and kept the old parts already.
+        scaled = never if outcome.overflow is None else outcome.overflow & loss_ok
+        causes = {
+            "loss": ~loss_ok,
+            "gradients": loss_ok & ~grads_ok & ~scaled,
+            "update": loss_ok & grads_ok & ~outcome.finite,
+        }
+        if outcome.findings is not None:
+            causes["check"] = outcome.findings.failed()
+        limits = (jnp.full((), jnp.inf),) * 2
+        metrics = dict(outcome.metrics)
+        if self.spike is not None:
+            limits = self.spike.limits(counts["spike"])
+            spiked = (outcome.loss > limits[0]) | (outcome.grad_norm > limits[1])
+            causes["spike"] = spiked & loss_ok & grads_ok
+        held = self._held(counts)
+        causes = {name: on & ~held for name, on in causes.items()}
+        failed = _any(on for name, on in causes.items() if name != "spike" or self._skips_spikes)
+        bad = failed | (scaled & ~held)
+        in_a_row = jnp.where(held, counts["in_a_row"], jnp.where(failed, counts["in_a_row"] + 1, 0))
+        after = {
+            "skipped": counts["skipped"] + bad.astype(jnp.int32),
+            "in_a_row": in_a_row,
+            "last_bad": jnp.where(bad, old.step, counts["last_bad"]),
+        }
+        if self.spike is not None:
+            after["spike"] = self.spike.remember(
+                counts["spike"], outcome.loss, outcome.grad_norm, ~held
+            )
+        if self.waits:
+            after["waiting"] = held | failed
+        if self.nonfinite == "ignore":
+            kept, counted = new, "nonfinite"
+            causes = {"spike": causes["spike"]} if self.spike is not None else {}
+            in_a_row = jnp.zeros_like(in_a_row)
+        else:
+            kept, counted = keep(~(bad | held), new, old), "skipped"
+            metrics = _left_out(bad | held, metrics)
+            stays = held | failed if self.nonfinite == "raise" else held
+            kept = dataclasses.replace(kept, step=jnp.where(stays, old.step, new.step))
+        extra = {**kept.extra, "guard": after}
+        if "loss_scale" in new.extra:
+            # A scale learns from overflow alone, for which a loss that is not finite is no sign.
+            moves = ~held if self.nonfinite == "ignore" else ~(held | failed)
+            extra["loss_scale"] = jax.tree.map(
+                lambda a, b: jnp.where(moves, a, b),
+                new.extra["loss_scale"],
+                old.extra["loss_scale"],
+            )
+        metrics[counted] = Sum(bad.astype(jnp.int32))
+        if self.spike is not None:
+            metrics["spike"] = Sum(causes["spike"].astype(jnp.int32))
+        alarm = make_alarm(
+            causes,
+            jnp.where(held, 0, in_a_row) if self.waits else in_a_row,
+            old.step,
+            (outcome.loss, outcome.grad_norm, *limits),
+            outcome.findings,
+        )
+        return (
+            dataclasses.replace(kept, extra=extra),
+            dataclasses.replace(outcome, metrics=metrics, alarm=alarm),
+        )
+
+    @property
+    def _skips_spikes(self) -> bool:
+        return self.spike is not None and self.spike.skip
+
+    def _held(self, counts: dict[str, Any]) -> Bool[Array, ""]:
+        """Whether nothing may move: what was dispatched before the host saw a failure."""
+        held = jnp.zeros((), bool)
+        if self.nonfinite == "raise":
+            held = held | (counts["in_a_row"] > 0)
+        if self.waits:
+            held = held | counts["waiting"]
+        return held
+
+    def recover(self, parts: Parts) -> Parts:
+        """Lets steps be taken again after an error."""
+        counts = dict(parts.extra["guard"])
+        counts["in_a_row"] = jnp.zeros_like(counts["in_a_row"])
+        return dataclasses.replace(parts, extra={**parts.extra, "guard": counts})
+
+    def judge(self, trip: Trip) -> StepError | None:
+        if "replicas" in trip.causes:
+            return ReplicasError(
+                f"All copies of an array must be equal. Got {trip}. A device that computes wrong, "
+                "or a collective that is missing, lets them drift apart. Go back to a checkpoint "
+                "from before, and leave out the device."
+            )
+        if self.nonfinite == "raise" and trip.in_a_row:
+            if "check" in trip.causes:
+                return CheckError(
+                    f"Every check of the loss must hold. Got {trip}\n"
+                    "`error.state` is the TrainState from before it."
+                )
+            return NonFiniteError(
+                "The loss or the gradients of a step were not finite, or what became of the "
+                f"parameters. Got {trip}. `error.state` is the TrainState from before it, and "
+                "`program.explain(error.state, batch)` names what went wrong first. "
+                'Go on past single bad steps with `guard(nonfinite="skip")`.'
+            )
+        if self.nonfinite == "skip" and trip.in_a_row >= self.max_consecutive:
+            return NonFiniteError(
+                f"So many steps in a row must not fail. Got {trip.in_a_row} steps whose loss, "
+                "gradients or checks went wrong, all skipped; `error.state` is the TrainState from "
+                f"before them. The last was {trip}. "
+                "Lower the learning rate, or look at the data: `program.explain(error.state, "
+                "batch)`."
+            )
+        return None
+
+
+def _any(conditions: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:
+    return jnp.stack(list(conditions)).any()
+
+
+def _left_out(bad: Bool[Array, ""], metrics: dict[str, PyTree]) -> dict[str, PyTree]:
+    """The metrics, of which nothing is left where the step is not taken."""
+    return map_metrics(
         lambda metric: jax.tree.map(
             lambda neutral, x: jnp.where(bad, neutral, x), metric.neutral(), metric
         ),
-        outcome.metrics,
+        metrics,
     )
-    metrics["skipped"] = Sum(bad.astype(jnp.int32))
-    kept = dataclasses.replace(kept, extra=extra)
-    return kept, dataclasses.replace(outcome, metrics=metrics, alarm=in_a_row)
-
-
-def _recover(parts: Parts) -> Parts:
-    """Lets steps be taken again after an error."""
-    counts = parts.extra["guard"]
-    counts = {**counts, "in_a_row": jnp.zeros_like(counts["in_a_row"])}
-    return dataclasses.replace(parts, extra={**parts.extra, "guard": counts})
-
-
-def _judge(alarm: int, nonfinite: str, max_consecutive: int) -> Exception | None:
-    if nonfinite == "raise" and alarm:
-        return NonFiniteError(
-            "The loss or the gradients of a step were not finite. "
-            "`error.state` is the TrainState from before it. "
-            'Look at that batch, or go on past single bad ones with `guard(nonfinite="skip")`.'
-        )
-    if nonfinite == "skip" and alarm >= max_consecutive:
-        return NonFiniteError(
-            f"So many steps in a row must not fail. Got {alarm} steps whose loss or gradients were "
-            "not finite, all skipped; `error.state` is the TrainState from before them. "
-            "Lower the learning rate, or look at the data."
-        )
-    return None

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from ..contribution import Contribution, Objective, batch_size
+from ..findings import Findings, of_every_device
 from ..levels import Contribute, Link, as_contribute, once, require_order
 from ..metrics import map_metrics
 from ..paths import named_leaves
@@ -152,7 +153,7 @@ def _contribute(
 
     def local(
         leaves: list[Array], state: PyTree, batch: PyTree, key: Array, weights: Any, scale: Any
-    ) -> tuple[list[Array], tuple[PyTree, PyTree, PyTree]]:
+    ) -> tuple[list[Array], tuple[PyTree, PyTree, PyTree], Findings | None]:
         seen = _as_seen(layout, inner, model, leaves, specs, trainable)
         whole_state = eqx.combine(state, static_state)
         if layout.ordered:
@@ -162,7 +163,7 @@ def _contribute(
             whole_state,
             batch,
             key,
-            Objective(objective.trainable, weights, scale),
+            dataclasses.replace(objective, weights=weights, scale=scale, grad_specs=None),
         )
         sums = _sums(layout)
         lazy = [isinstance(leaf, Shard) for leaf in _array_nodes(seen)]
@@ -177,13 +178,15 @@ def _contribute(
         metrics = _reduce_metrics(layout, "metrics", contribution.metrics, sums)
         new_state = _reduce_state(layout, contribution.state, sums)
         sums.run()
-        return [grad() for grad in grads], jax.tree.map(lambda x: x(), (loss, new_state, metrics))
+        findings = of_every_device(contribution.findings, layout.mesh.axis_names)
+        reduced = jax.tree.map(lambda x: x(), (loss, new_state, metrics))
+        return [grad() for grad in grads], reduced, findings
 
-    grads, (loss, new_state, metrics) = jax.shard_map(
+    grads, (loss, new_state, metrics), findings = jax.shard_map(
         local,
         mesh=layout.mesh,
         in_specs=(specs, P(), *_data_specs(layout, batch), P(), P()),
-        out_specs=(list(grad_specs), P()),
+        out_specs=(list(grad_specs), P(), P(layout.mesh.axis_names)),
         check_vma=True,
     )(jax.tree.leaves(arrays), outer_state, batch, key, objective.weights, objective.scale)
     return Contribution(
@@ -191,6 +194,7 @@ def _contribute(
         loss,
         eqx.combine(new_state, static_state),
         metrics,
+        findings,
     )
 
 

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, PyTree
 
-from ..contribution import batch_size, mean_grads
+from ..contribution import batch_size, is_example_array, mean_grads
 from ..levels import Contribute, Link, LossScaling, as_contribute, is_trainable_array
 from ..metrics import Combination, Mean
 from ..paths import named_leaves
@@ -23,7 +23,7 @@ from ..random import example_keys
 from ..sharding.ordered import fence
 from ..sharding.placement import Layout, split_state
 from ..state import Parts, scalars_as_arrays
-from ..step import Outcome, Step, keep
+from ..step import Look, Outcome, Step, keep
 from .precision import cast
 
 # A function from the model to a pytree of booleans, or such a pytree, or None.
@@ -95,8 +95,8 @@ def update(
                 extra=extra,
             )
 
-        def advance(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
-            return _advance(inner, optimizer, trainable, state_layout, parts, batch)
+        def advance(parts: Parts, batch: PyTree, look: Look) -> tuple[Parts, Outcome]:
+            return _advance(inner, optimizer, trainable, state_layout, parts, batch, look)
 
         return Step(
             chain=(*inner.chain, Link(source, Step)),
@@ -143,14 +143,20 @@ def _advance(
     state_layout: Layout | None,
     parts: Parts,
     batch: PyTree,
+    look: Look,
 ) -> tuple[Parts, Outcome]:
     rows = batch_size(batch)
-    keys = example_keys(parts.key, parts.step, jnp.arange(rows, dtype=jnp.int32))
+    examples = jnp.arange(rows, dtype=jnp.int32)
+    if look.rows is not None:
+        examples = look.rows
+        batch = jax.tree.map(lambda x: x[examples] if is_example_array(x) else x, batch)
+    keys = example_keys(parts.key, parts.step, examples)
     mask = _trainable_mask(parts.model, trainable)
     scale = parts.extra["loss_scale"]["scale"] if inner.loss_scaling else None
     # A scale is meant for the gradient of a mean, and a total's is some power of two larger.
     applied = None if scale is None else scale * 2.0 ** -math.floor(math.log2(rows))
     objective = inner.objective(parts.model, parts.state, batch, keys, mask, applied)
+    objective = dataclasses.replace(objective, checks=look.checks, watch=look.watch)
     layout, split = inner.layout, None if state_layout is inner.layout else state_layout
     if split is not None:
         grad_specs = _trained_specs(split, parts.model, mask)
@@ -196,7 +202,14 @@ def _advance(
         loss_scale = _next_scale(inner.loss_scaling, parts.extra["loss_scale"], finite)
         new = dataclasses.replace(new, extra={**parts.extra, "loss_scale": loss_scale})
         metrics["loss_scale"] = Mean(scale, jnp.ones_like(scale))
-    return new, Outcome(metrics, total.loss.value, norm, overflow)
+    finite = _stays_finite(params, eqx.filter(parts.model, mask))
+    return new, Outcome(metrics, total.loss.value, norm, finite, overflow, total.findings)
+
+
+def _stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
+    """Whether every number that was finite still is. Dead code where no guard asks."""
+    each = jax.tree.map(lambda a, b: (jnp.isfinite(a) | ~jnp.isfinite(b)).all(), new, old)
+    return jnp.stack(jax.tree.leaves(each)).all()
 
 
 def _as_mean(loss: Combination) -> Mean | Combination:

@@ -1,0 +1,264 @@
+"""What the host reads of a step that tripped its guard, and how it says so.
+
+On the device a step makes an `Alarm`: one small array that is read after every step, and what is
+read only if that says that something was wrong. On the host that becomes a `Trip`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Float, Int, UInt32
+
+from .findings import Findings
+from .sharding.placement import Layout
+from .sharding.replicas import holders, outliers
+from .state import Structure
+
+# Why a step tripped: the bits of the first number of an alarm, under how many fail in a row.
+CAUSES = ("loss", "gradients", "update", "check", "spike", "replicas")
+_ROW = 1 << len(CAUSES)
+_REPLICAS = CAUSES.index("replicas")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["code", "numbers", "findings", "checksums"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+    """What a step says to the host.
+
+    **Fields:**
+
+    - `code`: the causes as bits with the failures in a row above them, and the step. The first is
+      0 while all is well.
+    - `numbers`: the loss, the norm of the gradients, and the limits that a spike is beyond.
+    - `findings`: what the checks were given.
+    - `checksums`: of what each device holds of each leaf, where copies are compared.
+    """
+
+    code: Int[Array, "*steps 2"]
+    numbers: Float[Array, "*steps 4"]
+    findings: Findings | None
+    checksums: UInt32[Array, "devices leaves"] | None = None
+
+
+def make_alarm(
+    causes: dict[str, Any],
+    in_a_row: Any,
+    step: Any,
+    numbers: tuple[Any, ...],
+    findings: Findings | None,
+) -> Alarm:
+    bits = sum(causes[name].astype(jnp.int32) << CAUSES.index(name) for name in causes)
+    code = jnp.stack([bits + in_a_row * _ROW, step])
+    return Alarm(code, jnp.stack([x.astype(jnp.float32) for x in numbers]), findings)
+
+
+def raise_flag(code: Int[Array, "*steps 2"], cause: str, on: Any) -> Int[Array, "*steps 2"]:
+    """The code with one more cause, in the last of its steps."""
+    last = (-1, 0) if code.ndim == 2 else (0,)
+    return code.at[last].add(on.astype(jnp.int32) << CAUSES.index(cause))
+
+
+def read_flag(code: Any) -> np.ndarray:
+    """The one place where a step's flags leave the devices; `device_get` takes twice as long."""
+    return np.asarray(code).reshape(-1, 2)
+
+
+def fetch_local(tree: Any) -> Any:
+    """Arrays as numpy on every process, wherever they lie. All processes have to call it."""
+
+    def fetch(x: Any) -> np.ndarray:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        return np.asarray(x)
+
+    return jax.tree.map(fetch, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """One check that failed.
+
+    **Fields:** the `message`; `file`, `line` and `code` of the user's source; `device`, its
+    coordinates on the mesh; `microbatch`; `example`, the row of the global batch if the check is
+    one of each example; `index`, where else it stood, such as the turn of a loop.
+    """
+
+    message: str
+    file: str
+    line: int
+    code: str
+    device: dict[str, int]
+    microbatch: int
+    example: int | None
+    index: tuple[int, ...]
+
+    def __str__(self) -> str:
+        where = [f"device {_coordinates(self.device)}"] if self.device else []
+        where.append(f"microbatch {self.microbatch}")
+        if self.example is not None:
+            where.append(f"example {self.example} of the global batch")
+        if self.index:
+            where.append(f"index {list(self.index)}")
+        return f"{self.message} at {self.file}:{self.line}: `{self.code}` ({', '.join(where)})"
+
+
+def _coordinates(device: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={place}" for axis, place in device.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Trip:
+    """A step that tripped its guard.
+
+    **Fields:**
+
+    - `step`: of the TrainState that it was given, so also of its keys.
+    - `call`: of the program.
+    - `causes`: some of "loss", "gradients", "update", "check", "spike", "replicas".
+    - `in_a_row`: so many steps failed, this one last.
+    - `loss`, `grad_norm`, and their limits, beyond which they are a spike (infinite without).
+    - `failures`: the checks that failed.
+    - `apart`: the leaves of which copies differ, each with the devices whose copy is the odd one.
+    - `bundle`: where the replay bundle lies, if one was saved.
+    """
+
+    step: int
+    call: int
+    causes: tuple[str, ...]
+    in_a_row: int
+    loss: float
+    grad_norm: float
+    loss_limit: float
+    grad_norm_limit: float
+    failures: tuple[Failure, ...] = ()
+    apart: tuple[tuple[str, tuple[dict[str, int], ...]], ...] = ()
+    bundle: str | None = None
+
+    shown: ClassVar[int] = 8
+
+    def __str__(self) -> str:
+        said = {
+            "loss": f"the loss was {self.loss:g}",
+            "gradients": f"the norm of the gradients was {self.grad_norm:g}",
+            "update": "the new parameters were not finite",
+            "check": f"{len(self.failures)} checks failed",
+            "spike": self._spike(),
+            "replicas": f"copies differ of {self._apart()}",
+        }
+        text = "; ".join(said[cause] for cause in self.causes)
+        text = f"step {self.step}: {text or 'held back, since an earlier step failed'}"
+        lines = [f"  {failure}" for failure in self.failures[: self.shown]]
+        if len(self.failures) > self.shown:
+            lines.append(f"  and {len(self.failures) - self.shown} more")
+        return "\n".join([text, *lines])
+
+    def _apart(self) -> str:
+        named = [
+            f"`{leaf}` on {' and '.join(f'device {_coordinates(place)}' for place in places)}"
+            for leaf, places in self.apart[: self.shown]
+        ]
+        more = len(self.apart) - len(named)
+        return ", ".join(named) + (f" and {more} other arrays" if more else "")
+
+    def _spike(self) -> str:
+        pairs = [
+            ("the loss", self.loss, self.loss_limit),
+            ("the norm of the gradients", self.grad_norm, self.grad_norm_limit),
+        ]
+        return " and ".join(
+            f"{what} was {value:g}, beyond {limit:g}"
+            for what, value, limit in pairs
+            if value > limit
+        )
+
+
+def read_trips(
+    alarm: Alarm, codes: np.ndarray, call: int, layout: Layout | None, structure: Structure
+) -> list[Trip]:
+    """The steps of one call that tripped. All processes have to call it."""
+    numbers = fetch_local(alarm.numbers).reshape(-1, 4)
+    findings = fetch_local(alarm.findings)
+    several = np.ndim(alarm.code) == 2
+    trips = []
+    for index in np.flatnonzero(codes[:, 0]):
+        code, step = map(int, codes[index])
+        of_step = jax.tree.map(lambda x, i=index: x[i], findings) if several else findings
+        loss, grad_norm, *limits = map(float, numbers[index])
+        trips.append(
+            Trip(
+                step,
+                call,
+                tuple(name for place, name in enumerate(CAUSES) if code >> place & 1),
+                code // _ROW,
+                loss,
+                grad_norm,
+                *limits,
+                failures=failures(of_step, layout),
+                apart=_apart(alarm, layout, structure) if code >> _REPLICAS & 1 else (),
+            )
+        )
+    return trips
+
+
+def _apart(alarm: Alarm, layout: Layout | None, structure: Structure) -> Any:
+    assert layout is not None and alarm.checksums is not None
+    groups = holders(layout.mesh, [sharding.spec for sharding in structure.shardings])
+    return tuple(
+        (structure.names[leaf], tuple(coordinates(device, layout) for device in devices))
+        for leaf, devices in outliers(fetch_local(alarm.checksums), groups)
+    )
+
+
+def failures(findings: Findings | None, layout: Layout | None) -> tuple[Failure, ...]:
+    """The checks that failed, by device, microbatch and example."""
+    found = []
+    if findings is not None:
+        for site, given in zip(findings.sites, findings.arrays, strict=True):
+            _, num_microbatches, *dims = given[0].shape
+            for (device, microbatch, *index), error in site.errors(given):
+                example = None
+                if dims[site.loops : site.loops + 1] == [findings.rows]:
+                    part = part_of_rows(device, layout) * num_microbatches + microbatch
+                    example = part * findings.rows + index.pop(site.loops)
+                found.append(
+                    Failure(
+                        str(error),
+                        site.file,
+                        site.line,
+                        site.code,
+                        coordinates(device, layout),
+                        microbatch,
+                        example,
+                        tuple(index),
+                    )
+                )
+    return tuple(found)
+
+
+def coordinates(device: int, layout: Layout | None) -> dict[str, int]:
+    """Where on the mesh the device of that number lies."""
+    if layout is None:
+        return {}
+    axes = layout.mesh.axis_names
+    places = np.unravel_index(device, [layout.mesh.shape[axis] for axis in axes])
+    return {axis: int(place) for axis, place in zip(axes, places, strict=True)}
+
+
+def part_of_rows(device: int, layout: Layout | None) -> int:
+    """Which part of the global batch's rows that device has."""
+    place = coordinates(device, layout)
+    part = 0
+    for axis in layout.example_axes if layout is not None else ():
+        part = part * layout.mesh.shape[axis] + place[axis]
+    return part
