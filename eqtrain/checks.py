@@ -91,7 +91,7 @@ def with_checks(
         closed, shape = jax.make_jaxpr(traced, return_shape=True)(arrays)
     found = _Found()
     flat = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arrays), found)
-    out = jax.tree.unflatten(jax.tree.structure(shape), flat)
+    out = jax.tree.unflatten(jax.tree.structure(shape), map(jnp.asarray, flat))
     return eqx.combine(out, out_static), tuple(found.given), tuple(found.sites)
 
 

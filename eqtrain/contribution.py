@@ -66,14 +66,15 @@ class Objective:
     `weights` is None for a loss of one term. `trainable` is a pytree of booleans like the model,
     or None for the loss and metrics alone. `grad_specs` says how `shard` is to leave the gradient
     of each trainable leaf, if not as the leaf lies. `checks` asks for what the loss's checks were
-    given, and `watch` looks on while it is differentiated.
+    given, or leaves them out, where None leaves them as they are; `watch` looks on while it is
+    differentiated.
     """
 
     trainable: PyTree | None = None
     weights: Float[Array, " terms"] | None = None
     scale: Float[Array, ""] | None = None
     grad_specs: tuple[P, ...] | None = None
-    checks: bool = False
+    checks: bool | None = None
     watch: Watch | None = None
 
 
@@ -298,10 +299,10 @@ def differentiate(
 
     def checked(model: PyTree, inputs: dict[str, PyTree]) -> tuple[Any, Any]:
         args = (model, inputs["state"], inputs["batch"], inputs["key"])
-        if not objective.checks:
+        if objective.checks is None:
             return run_loss(loss_fn, *args), ((), ())
         out, given, sites = with_checks(functools.partial(run_loss, loss_fn), *args)
-        return out, (given, sites)
+        return out, (given, sites) if objective.checks else ((), ())
 
     def run(inputs: dict[str, PyTree]) -> tuple[Any, Any, Any]:
         model = inputs["model"]
@@ -318,11 +319,10 @@ def differentiate(
         return grads, out, (given, sites.value)
 
     inputs = {"model": model, "state": state, "batch": batch, "key": key}
-    if objective.watch is None:
-        grads, (loss, state, metrics), seen = run(inputs)
-    else:
-        (grads, (loss, state, metrics), _), seen = objective.watch(run, inputs)
-    return Contribution(grads, loss, state, metrics, of_one_microbatch(*seen, batch_size(batch)))
+    out, flags = objective.watch(run, inputs) if objective.watch else (run(inputs), None)
+    grads, (loss, state, metrics), (given, sites) = out
+    findings = of_one_microbatch(given, sites, flags, batch_size(batch))
+    return Contribution(grads, loss, state, metrics, findings)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
+from .checks import CheckSite
 from .varying import vary
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["sites", "rows"]
+    jax.tree_util.register_dataclass, data_fields=["checks", "flags"], meta_fields=["sites", "rows"]
 )
 @dataclasses.dataclass(frozen=True)
 class Findings:
@@ -29,30 +30,30 @@ class Findings:
 
     **Fields:**
 
-    - `arrays`: for each site a tuple of arrays.
-    - `sites`: what stands at each site, hashable.
+    - `checks`: for each site what its check was given.
+    - `sites`: the checks of the loss, in order.
+    - `flags`: what a watch saw.
     - `rows`: how many rows a microbatch has on one device.
+
+    As a pytree it may hold anything else in the places of its arrays.
     """
 
-    arrays: tuple[tuple[Array, ...], ...]
-    sites: tuple[Any, ...]
+    checks: tuple[tuple[Any, ...], ...]
+    sites: tuple[CheckSite, ...]
+    flags: PyTree
     rows: int
 
     def failed(self) -> Bool[Array, ""]:
-        """Whether anything failed anywhere."""
+        """Whether any check failed anywhere."""
         each = [
-            jnp.any(site.failed(arrays))
-            for site, arrays in zip(self.sites, self.arrays, strict=True)
+            jnp.any(site.failed(given)) for site, given in zip(self.sites, self.checks, strict=True)
         ]
-        return jnp.stack(each).any()
+        return jnp.stack([jnp.zeros((), bool), *each]).any()
 
 
 # Looks on while `function(inputs)` runs, where `inputs` has entries `model`, `state`, `batch` and
-# `key`. Gives what the function gives, and the arrays and sites of one microbatch.
-Watch = Callable[
-    [Callable[[dict[str, PyTree]], PyTree], dict[str, PyTree]],
-    tuple[PyTree, tuple[tuple[tuple[Array, ...], ...], tuple[Any, ...]]],
-]
+# `key`. Gives what the function gives, and its flags.
+Watch = Callable[[Callable[[dict[str, PyTree]], PyTree], dict[str, PyTree]], tuple[PyTree, PyTree]]
 
 
 def is_findings(node: Any) -> bool:
@@ -60,12 +61,13 @@ def is_findings(node: Any) -> bool:
 
 
 def of_one_microbatch(
-    arrays: tuple[tuple[Array, ...], ...], sites: tuple[Any, ...], rows: int
+    checks: tuple[tuple[Array, ...], ...], sites: tuple[CheckSite, ...], flags: PyTree, rows: int
 ) -> Findings | None:
     """The findings of the innermost function; None where nothing was looked at."""
-    if not sites:
+    if not sites and flags is None:
         return None
-    return Findings(jax.tree.map(lambda x: x[None, None], arrays), sites, rows)
+    checks, flags = jax.tree.map(lambda x: x[None, None], (checks, flags))
+    return Findings(checks, sites, flags, rows)
 
 
 def join_microbatches(findings: Findings | None) -> Findings | None:

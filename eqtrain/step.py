@@ -73,7 +73,7 @@ Advance = Callable[[Parts, PyTree], tuple[Parts, Outcome]]
 class Look:
     """How closely a step is looked at: its checks, by a watch, and its rows in another order."""
 
-    checks: bool = False
+    checks: bool | None = None
     watch: Watch | None = None
     rows: Int[Array, " rows"] | None = None
 
@@ -144,9 +144,10 @@ class Step(Level):
     def run(self, parts: Parts, batch: PyTree) -> tuple[Parts, dict[str, PyTree], Alarm | None]:
         """Takes the step (or steps): the next parts, the metrics, and the alarm."""
 
-        def advance(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
+        def looked_at(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
             return self.advance(parts, batch, self.look)
 
+        advance: Advance = looked_at
         for layer in sorted(self.layers, key=lambda layer: layer.rank):
             advance = layer.wrap(advance)
         if self.num_steps is None:

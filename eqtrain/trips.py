@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Int
 
 from .findings import Findings
 from .sharding.placement import Layout
@@ -38,17 +38,20 @@ class Alarm:
 
     **Fields:**
 
-    - `code`: the causes as bits with the failures in a row above them, and the step. The first is
-      0 while all is well.
-    - `numbers`: the loss, the norm of the gradients, and the limits that a spike is beyond.
+    - `code`, int32[2]: the causes as bits with the failures in a row above them, and the step. The
+      first is 0 while all is well.
+    - `numbers`, float32[4]: the loss, the norm of the gradients, and the limits that a spike is
+      beyond.
     - `findings`: what the checks were given.
-    - `checksums`: of what each device holds of each leaf, where copies are compared.
+    - `checksums`, uint32[devices, leaves]: of what each device holds, where copies are compared.
+
+    After `repeat` all but the last have a leading dim for the steps.
     """
 
-    code: Int[Array, "*steps 2"]
-    numbers: Float[Array, "*steps 4"]
+    code: Any
+    numbers: Any
     findings: Findings | None
-    checksums: UInt32[Array, "devices leaves"] | None = None
+    checksums: Any = None
 
 
 def make_alarm(
@@ -165,8 +168,8 @@ class Trip:
 
     def _apart(self) -> str:
         named = [
-            f"`{leaf}` on {' and '.join(f'device {_coordinates(place)}' for place in places)}"
-            for leaf, places in self.apart[: self.shown]
+            f"`{leaf}` on device {' and '.join(f'({_coordinates(place)})' for place in places)}"
+            for leaf, places in self.apart[:3]
         ]
         more = len(self.apart) - len(named)
         return ", ".join(named) + (f" and {more} other arrays" if more else "")
@@ -224,7 +227,7 @@ def failures(findings: Findings | None, layout: Layout | None) -> tuple[Failure,
     """The checks that failed, by device, microbatch and example."""
     found = []
     if findings is not None:
-        for site, given in zip(findings.sites, findings.arrays, strict=True):
+        for site, given in zip(findings.sites, findings.checks, strict=True):
             _, num_microbatches, *dims = given[0].shape
             for (device, microbatch, *index), error in site.errors(given):
                 example = None
@@ -257,8 +260,10 @@ def coordinates(device: int, layout: Layout | None) -> dict[str, int]:
 
 def part_of_rows(device: int, layout: Layout | None) -> int:
     """Which part of the global batch's rows that device has."""
+    if layout is None:
+        return 0
     place = coordinates(device, layout)
     part = 0
-    for axis in layout.example_axes if layout is not None else ():
+    for axis in layout.example_axes:
         part = part * layout.mesh.shape[axis] + place[axis]
     return part
