@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -20,6 +22,9 @@ from .sharding.report import PlacementReport
 from .state import Structure, TrainState
 from .step import Step
 from .trips import Alarm, Trip, read_flag, read_trips
+
+# So many replay bundles does a program leave, lest a bad run fill the disk.
+MAX_BUNDLES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,8 +73,10 @@ class Program(Level):
                 check_donated(self.compiled.name, ts, leaves)
         new = TrainState(leaves, ts.structure)
         if alarm is not None:
-            new.flag = (call, alarm)
-            self._look(ts.flag, new)
+            new.flag = (call, alarm, None if self.step.bundles is None else batch)
+            if self._look(ts.flag, new):
+                # The step before had tripped, and this one waited while it was saved.
+                return self(self.step.release(new), batch)
         return new, metrics
 
     def check(self, ts: TrainState) -> None:
@@ -80,21 +87,27 @@ class Program(Level):
         **Raises:** what a call would raise: `NonFiniteError`, `CheckError`, `ReplicasError`.
         """
         ts.require_unused()
-        self._look(ts.flag, ts)
+        if self._look(ts.flag, ts):
+            ts.leaves, ts.flag, ts.fresh = self.step.release(ts).leaves, None, True
 
     @property
     def trips(self) -> tuple[Trip, ...]:
         """The last steps that tripped the guard, a hundred at most, oldest first."""
         return tuple(self._trips)
 
-    def _look(self, flag: tuple[int, Alarm] | None, ts: TrainState) -> None:
+    def _look(self, flag: tuple[int, Alarm, PyTree] | None, ts: TrainState) -> bool:
+        """Looks at the flag of a call, and says whether `ts` waited for that."""
         if flag is None:
-            return
-        call, alarm = flag
+            return False
+        call, alarm, batch = flag
         codes = read_flag(alarm.code)
         if not codes[:, 0].any():
-            return
+            return False
+        waited = False
         for trip in read_trips(alarm, codes, call, self.step.layout, ts.structure):
+            if trip.in_a_row and self.step.bundles is not None:
+                waited = True
+                trip = dataclasses.replace(trip, bundle=self._save_bundle(trip, ts, batch))
             if trip.causes:
                 self._trips.append(trip)
             error = self.step.judge(trip)
@@ -103,6 +116,20 @@ class Program(Level):
                 error.trip = trip
                 error.state = self.step.recover(ts)
                 raise error
+        return waited
+
+    def _save_bundle(self, trip: Trip, ts: TrainState, batch: PyTree) -> str | None:
+        """Saves the step that tripped. `ts` is as before it, but for `step`."""
+        from .bundle import save_bundle  # an extra is imported where it is used
+
+        folder = self.step.bundles
+        if folder is None or sum(seen.bundle is not None for seen in self._trips) >= MAX_BUNDLES:
+            return None
+        before = self.step.recover(ts).replace(step=jnp.full_like(ts.step, trip.step))
+        name = f"step-{trip.step}-call-{trip.call}"
+        reason = {"causes": list(trip.causes), "loss": trip.loss, "grad_norm": trip.grad_norm}
+        path = save_bundle(os.path.join(folder, name), before, batch, program=self, reason=reason)
+        return str(path)
 
     @property
     def compilations(self) -> int:

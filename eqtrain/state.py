@@ -166,7 +166,7 @@ class TrainState:
         # Whether it comes from elsewhere than a step, so that its buffers may not be donatable.
         self.fresh = fresh
         # What the step that made it says of itself, for the host to look at a call later.
-        self.flag: tuple[int, Any] | None = None
+        self.flag: tuple[int, Any, PyTree] | None = None
 
     @property
     def parts(self) -> Parts:

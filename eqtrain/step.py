@@ -89,9 +89,11 @@ class Layer:
     rank: int
     begin: Callable[[Parts], Parts]
     wrap: Callable[[Advance], Advance]
-    # On the host: the error that a trip stands for, or None; and what to go on from after it.
+    # On the host: the error that a trip stands for, or None; what to go on from after it, and what
+    # after a trip that the step waited to be seen.
     judge: Callable[[Trip], StepError | None] | None = None
     recover: Callable[[Parts], Parts] | None = None
+    release: Callable[[Parts], Parts] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,10 +189,19 @@ class Step(Level):
 
     def recover(self, ts: TrainState) -> TrainState:
         """The TrainState to go on from after an error."""
+        return self._changed(ts, [layer.recover for layer in self.layers])
+
+    def release(self, ts: TrainState) -> TrainState:
+        """The TrainState to go on from once the host has done what a step waited for."""
+        return self._changed(ts, [layer.release for layer in self.layers])
+
+    def _changed(
+        self, ts: TrainState, changes: list[Callable[[Parts], Parts] | None]
+    ) -> TrainState:
         parts = ts.parts
-        for layer in self.layers:
-            if layer.recover is not None:
-                parts = layer.recover(parts)
+        for change in changes:
+            if change is not None:
+                parts = change(parts)
         return ts.replace(extra=parts.extra)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:

@@ -118,7 +118,14 @@ def guard(
                 "Replicas are copies of an array on several devices. Got `replicas_every="
                 f"{replicas_every}` and a chain without a mesh. Put `et.shard` before `et.update`."
             )
-        layer = Layer(1, guarding.begin, guarding.wrap, guarding.judge, guarding.recover)
+        layer = Layer(
+            1,
+            guarding.begin,
+            guarding.wrap,
+            guarding.judge,
+            guarding.recover,
+            guarding.release,
+        )
         return dataclasses.replace(
             step,
             chain=(*step.chain, Link(source, Step)),
@@ -251,9 +258,14 @@ class _Guarding:
 
     def recover(self, parts: Parts) -> Parts:
         """Lets steps be taken again after an error."""
-        counts = dict(parts.extra["guard"])
-        counts["in_a_row"] = jnp.zeros_like(counts["in_a_row"])
-        return dataclasses.replace(parts, extra={**parts.extra, "guard": counts})
+        in_a_row = jnp.zeros_like(parts.extra["guard"]["in_a_row"])
+        return _with_counts(self.release(parts), in_a_row=in_a_row)
+
+    def release(self, parts: Parts) -> Parts:
+        """Lets steps be taken again after what they waited for."""
+        if not self.waits:
+            return parts
+        return _with_counts(parts, waiting=jnp.zeros_like(parts.extra["guard"]["waiting"]))
 
     def judge(self, trip: Trip) -> StepError | None:
         if "replicas" in trip.causes:
@@ -283,6 +295,11 @@ class _Guarding:
                 "batch)`."
             )
         return None
+
+
+def _with_counts(parts: Parts, **counts: Any) -> Parts:
+    extra = {**parts.extra, "guard": {**parts.extra["guard"], **counts}}
+    return dataclasses.replace(parts, extra=extra)
 
 
 def _any(conditions: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:
