@@ -20,6 +20,7 @@ from .compiled import DonationWarning as DonationWarning
 from .compiled import RecompilationError as RecompilationError
 from .compiled import RecompilationWarning as RecompilationWarning
 from .contribution import Contribution as Contribution
+from .explain.explanation import Explanation as Explanation
 from .inspect import Inspection as Inspection
 from .program import Program as Program
 from .random import dropout as dropout

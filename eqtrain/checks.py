@@ -37,14 +37,15 @@ Given = tuple[Array, ...]
 class CheckSite:
     """A check of the loss.
 
-    **Fields:** `text`, its message before values are put in; `file`, `line` and `code` of the
-    user's own source; `loops`, in how many loops it stands; and `tree`, which says how what it was
-    given makes an error of JAX's.
+    **Fields:** `text`, its message before values are put in; `file`, `line`, `function` and `code`
+    of the user's own source; `loops`, in how many loops it stands; and `tree`, which says how what
+    it was given makes an error of JAX's.
     """
 
     text: str
     file: str
     line: int
+    function: str
     code: str
     loops: int = dataclasses.field(default=0, kw_only=True)
     # Numbered anew each time it is traced.
@@ -102,7 +103,7 @@ def _site(tree: Any, given: Given) -> CheckSite:
     frames = filter_traceback(described.traceback_info.as_python_traceback())
     *_, frame = traceback.extract_tb(frames)
     text = getattr(described, "fmt_string", str(effect.error_type.__name__))
-    return CheckSite(text, frame.filename, frame.lineno or 0, frame.line or "", tree)
+    return CheckSite(text, frame.filename, frame.lineno or 0, frame.name, frame.line or "", tree)
 
 
 def without_checks(function: Callable[..., PyTree], *args: PyTree) -> PyTree:

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from .compiled import Compiled, check_donated, same_structure
+from .explain.explanation import Explanation
+from .explain.step import Replay, explain_step, make_replay
 from .inspect import Inspection, inspect_compiled
 from .levels import Level
 from .sharding.report import PlacementReport
@@ -37,6 +39,7 @@ class Program(Level):
     compiled: Compiled
     _calls: Any = dataclasses.field(default_factory=lambda: itertools.count(1))
     _trips: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=100))
+    _replays: dict[Structure, Replay] = dataclasses.field(default_factory=dict)
     _structures: list[Structure] = dataclasses.field(default_factory=list)
 
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
@@ -89,6 +92,43 @@ class Program(Level):
         ts.require_unused()
         if self._look(ts.flag, ts):
             ts.leaves, ts.flag, ts.fresh = self.step.release(ts).leaves, None, True
+
+    def explain(self, ts: TrainState, batch: PyTree, *, step: int | None = None) -> Explanation:
+        """Replays a step that went wrong, and names what went wrong first.
+
+        The loss and its gradients are computed once more, by the same chain on the same mesh, with
+        a look at every primitive. `print` shows the first one that went wrong, its line, device,
+        microbatch and the rows of the global batch, with statistics of what went into it.
+
+        **Arguments:**
+
+        - `ts`: the TrainState that the step was given, or the one it returned if a guard skipped
+          it, which is the same but for its number; or `error.state`. It is not used up.
+        - `batch`: of one step, also where the chain has `repeat`.
+        - `step`: its number, which the keys depend on. Unless given it is that of `ts`, or of the
+          step that the guard held back last if that made `ts`.
+
+        **Returns:** an `Explanation`, with a rich table where `rich` prints it.
+
+        **Raises:** `UsedStateError` for a TrainState that was donated.
+
+        ```python
+        >>> def loss(model, state, batch, key):
+        ...     return et.mean(jnp.log(batch["x"]) * model), state, {}
+        >>> step = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard, et.donate)
+        >>> ts = step.init(lambda key: jnp.array(1.0), key=jax.random.key(0))
+        >>> batch = {"x": jnp.array([1.0, 2.0, -1.0, 3.0])}
+        >>> ts, metrics = step(ts, batch)
+        >>> found = step.explain(ts, batch)
+        >>> found.kind, found.primitive, found.rows.rows
+        ('nan', 'log', (2,))
+
+        ```
+        """
+        ts.require_unused()
+        if ts.structure not in self._replays:
+            self._replays[ts.structure] = make_replay(self.step, ts.structure)
+        return explain_step(self.step, self._replays[ts.structure], ts, batch, step)
 
     @property
     def trips(self) -> tuple[Trip, ...]:

@@ -92,14 +92,15 @@ def fetch_local(tree: Any) -> Any:
 class Failure:
     """One check that failed.
 
-    **Fields:** the `message`; `file`, `line` and `code` of the user's source; `device`, its
-    coordinates on the mesh; `microbatch`; `example`, the row of the global batch if the check is
-    one of each example; `index`, where else it stood, such as the turn of a loop.
+    **Fields:** the `message`; `file`, `line`, `function` and `code` of the user's source; `device`,
+    its coordinates on the mesh; `microbatch`; `example`, the row of the global batch if the check
+    is one of each example; `index`, where else it stood, such as the turn of a loop.
     """
 
     message: str
     file: str
     line: int
+    function: str
     code: str
     device: dict[str, int]
     microbatch: int
@@ -239,6 +240,7 @@ def failures(findings: Findings | None, layout: Layout | None) -> tuple[Failure,
                         str(error),
                         site.file,
                         site.line,
+                        site.function,
                         site.code,
                         coordinates(device, layout),
                         microbatch,

@@ -1,0 +1,162 @@
+"""Replays a step that went wrong, and names what went wrong first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ..contribution import batch_size
+from ..findings import Findings, Watch
+from ..paths import named_leaves
+from ..state import Structure, TrainState
+from ..step import Look, Step
+from ..trips import Failure, coordinates, failures, fetch_local
+from .blame import Fault, all_faults
+from .explanation import Explanation, describe
+from .plan import Site
+from .probe import statistics
+from .rows import RowBlame, blame_rows
+from .source import Frame
+from .watch import watch
+
+# Each trial is a step; a bad row among a thousand takes twenty.
+MAX_TRIALS = 128
+
+
+def watching(probe: Site | None = None) -> Watch:
+    """Looks on at the innermost function of a chain, whose inputs are named."""
+
+    def look(run: Callable[[dict[str, PyTree]], PyTree], inputs: dict[str, PyTree]) -> Any:
+        def positional(*values: PyTree) -> PyTree:
+            return run(dict(zip(inputs, values, strict=True)))
+
+        return watch(positional, names=tuple(inputs), probe=probe)(*inputs.values())
+
+    return look
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a replayed step says of itself: all on the host."""
+
+    findings: Findings
+    loss: Any
+    grad_norm: Any
+    ruined: dict[str, Any]
+
+    def faults(self) -> list[Fault]:
+        """What is to blame, of the first microbatch in which anything went wrong."""
+        return all_faults(self.findings.flags, time_dims=(1,))
+
+
+# The leaves of a TrainState, a batch, the number of the step, and the rows of the batch to take.
+Replay = Callable[[tuple[Array, ...], PyTree, int, tuple[int, ...]], Seen]
+
+
+def make_replay(step: Step, structure: Structure, probe: Site | None = None) -> Replay:
+    """Compiles a step to one that is taken under watch, and not taken any further."""
+    names: list[str] = []
+
+    @jax.jit
+    def run(leaves: tuple[Array, ...], batch: PyTree, number: Array, rows: Array) -> Any:
+        parts = structure.unpack(leaves)
+        parts = dataclasses.replace(parts, step=number.astype(parts.step.dtype))
+        look = Look(checks=True, watch=watching(probe), rows=rows)
+        new, outcome = step.advance(parts, batch, look)
+        params = eqx.filter(new.model, step.is_trainable(new.model))
+        names[:] = [name for name, _ in named_leaves(params)]
+        ruined = [~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]
+        return outcome.findings, outcome.loss, outcome.grad_norm, ruined
+
+    def call(leaves: tuple[Array, ...], batch: PyTree, number: int, rows: tuple[int, ...]) -> Seen:
+        out = run(leaves, batch, np.int32(number), np.array(rows, np.int32))
+        findings, loss, norm, ruined = fetch_local(out)
+        return Seen(findings, loss, norm, dict(zip(names, ruined, strict=True)))
+
+    return call
+
+
+def explain_step(
+    step: Step, replay: Replay, ts: TrainState, batch: PyTree, number: int | None = None
+) -> Explanation:
+    """Names what goes wrong in a step; see `Program.explain`.
+
+    **Arguments:** `replay` is the step's own, from `make_replay`.
+    """
+    if number is None:
+        number = _number(ts)
+    all_rows = tuple(range(batch_size(batch)))
+    seen = replay(ts.leaves, batch, number, all_rows)
+    faults = seen.faults()
+    if not faults:
+        return _without_fault(step, seen, number)
+    fault, *others = faults
+    probed = make_replay(step, ts.structure, fault.site)(ts.leaves, batch, number, all_rows)
+    device, microbatch = fault.lane
+
+    def fails(rows: tuple[int, ...]) -> bool:
+        # As many rows as ever, so that nothing is compiled again.
+        filled = tuple(np.resize(rows, len(all_rows)).tolist())
+        found = replay(ts.leaves, batch, number, filled).faults()
+        return any((other.site, other.kind) == (fault.site, fault.kind) for other in found)
+
+    return describe(
+        fault,
+        statistics(probed.findings.flags, fault),
+        device=coordinates(device, step.layout),
+        num_devices=len({lane[0] for lane in fault.lanes}),
+        microbatch=microbatch,
+        rows=_blame(fails, len(all_rows)),
+        others=tuple(others),
+    )
+
+
+def _number(ts: TrainState) -> int:
+    """The step to replay: that which the guard held back last, if this is the state it left."""
+    now = int(ts.step)
+    guard = ts.extra.get("guard")
+    held = guard is not None and int(guard["last_bad"]) == now - 1
+    return now - 1 if held else now
+
+
+def _blame(fails: Callable[[tuple[int, ...]], bool], num_rows: int) -> RowBlame:
+    spread = sorted({num_rows * part // 4 for part in range(4)} | {num_rows - 1})
+    if all(fails((row,)) for row in spread):
+        return RowBlame(calls=len(spread))  # whatever is in the batch
+    return blame_rows(fails, num_rows, max_calls=MAX_TRIALS)
+
+
+def _without_fault(step: Step, seen: Seen, number: int) -> Explanation:
+    """What is left where the loss and its gradients are as they should be."""
+    failed = failures(seen.findings, step.layout)
+    if failed:
+        return _of_checks(failed)
+    numbers = f"the loss is {seen.loss:g}, the norm of the gradients {seen.grad_norm:g}"
+    ruined = [name for name, bad in seen.ruined.items() if bad]
+    if ruined:
+        leaves = tuple(f"`model.{name}` is not finite after the update" for name in ruined)
+        return Explanation("update", "optimizer", "update", others=(numbers, *leaves))
+    return Explanation("nothing", "", "", others=(f"in step {number} {numbers}",))
+
+
+def _of_checks(failed: tuple[Failure, ...]) -> Explanation:
+    first = failed[0]
+    rows = {failure.example for failure in failed if failure.example is not None}
+    return Explanation(
+        "check",
+        "check",
+        "forward",
+        (Frame(first.file, first.line, first.function),),
+        device=first.device,
+        num_devices=len({tuple(failure.device.items()) for failure in failed}),
+        microbatch=first.microbatch,
+        rows=RowBlame(tuple(sorted(rows))) if rows else None,
+        others=tuple(failure.message for failure in failed),
+    )
