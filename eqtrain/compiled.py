@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.core
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from .contribution import batch_size
 from .paths import named_leaves
-from .state import Structure, TrainState, UsedStateError, kind, require_train_state
+from .signature import Signature, advice, changes, is_concrete, placement, signature_of, table
+from .state import Structure, TrainState, UsedStateError, require_train_state
 
 
 class RecompilationWarning(UserWarning):
@@ -27,11 +28,21 @@ class DonationWarning(UserWarning):
     """A buffer that was to be donated was not, so that it exists twice."""
 
 
+class _Jit:
+    """A jit with the number of calls that its cache knows: one more means that it was compiled."""
+
+    __slots__ = ("run", "entries")
+
+    def __init__(self, run: Any):
+        self.run = run
+        self.entries = 0
+
+
 class Compiled:
     """A function of a TrainState's leaves and a batch, compiled once for each structure.
 
     What is checked on every call costs less than a microsecond; the rest is looked at only when
-    something was compiled or went wrong.
+    something was compiled or went wrong, or where `max_compilations` has been reached.
     """
 
     def __init__(
@@ -47,51 +58,47 @@ class Compiled:
         self._out_shardings = out_shardings
         self._donate = donate
         self._max_compilations = max_compilations
-        self._jitted: dict[Structure, Any] = {}
-        self._entries = 0
-        self._signatures: list[dict[str, str]] = []
-        self._places: list[dict[str, Any]] = []
-        self._moves = 0
+        self._jits: dict[Structure, _Jit] = {}
+        self._signatures: list[Signature] = []
+        self._allowed: set[Any] = set()
         self._arguments: tuple[TrainState, PyTree] | None = None
 
     @property
     def compilations(self) -> int:
-        """How often this was traced and compiled."""
-        return len(self._signatures) + self._moves
+        """How often this was compiled."""
+        return len(self._signatures)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> Any:
         require_train_state(ts)
         ts.require_unused()
-        jitted = self._jitted.get(ts.structure) or self.jitted(ts.structure)
-        traced = len(self._signatures)
+        jit = self._jits.get(ts.structure) or self._jit_for(ts.structure)
+        if ts.fresh:
+            _follow(ts, batch)
         if self._max_compilations is not None:
-            self._refuse_moves(batch)
+            self._refuse_new(ts, batch)
         self._arguments = (ts, batch)
         try:
-            out = jitted(ts.leaves, batch)
+            out = jit.run(ts.leaves, batch)
         except (ValueError, RuntimeError, TypeError) as error:
             self._diagnose(error, ts, batch)
             raise
         finally:
             self._arguments = None
-        if jitted._cache_size() != self._entries:
-            self._entries = jitted._cache_size()
-            self._note_placement(_places(ts, batch), len(self._signatures) == traced)
+        if jit.run._cache_size() != jit.entries:
+            jit.entries = jit.run._cache_size()
+            self._note(signature_of(ts, batch))
         return out
 
     def lower(self, ts: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the function for these arguments, or for their shapes. It counts as no call."""
         return self._jit(ts.structure, self._build(ts.structure)).lower(ts.leaves, batch)
 
-    def jitted(self, structure: Structure) -> Any:
+    def _jit_for(self, structure: Structure) -> _Jit:
         """The jit for a structure; one that is equal to a known structure shares its jit."""
-        if structure not in self._jitted:
-            for known, jitted in self._jitted.items():
-                if same_structure(known, structure):
-                    self._jitted[structure] = jitted
-                    return jitted
-            self._jitted[structure] = self._jit(structure, self._traced(structure))
-        return self._jitted[structure]
+        shared = (jit for known, jit in self._jits.items() if same_structure(known, structure))
+        jit = next(shared, None) or _Jit(self._jit(structure, self._traced(structure)))
+        self._jits[structure] = jit
+        return jit
 
     def _jit(self, structure: Structure, function: Callable[..., Any]) -> Any:
         return jax.jit(
@@ -106,16 +113,8 @@ class Compiled:
         function = self._build(structure)
 
         def traced(leaves: tuple[Any, ...], batch: PyTree) -> Any:
-            named = dict(zip(structure.names, leaves, strict=True))
-            named |= {f"batch.{name}": leaf for name, leaf in named_leaves(batch)}
-            # A tracer does not say where the argument lies, and JAX traces anew for that too.
-            places = _places(*self._arguments) if self._arguments else {}
-            signature = {
-                name: _kind(leaf) + (f" on {places[name]}" if places.get(name) else "")
-                for name, leaf in named.items()
-            }
-            signature["the structure"] = str(hash(structure.treedef))
-            self._count(signature)
+            assert self._arguments is not None, "traced by something else than a call"
+            self._count(signature_of(*self._arguments))
             try:
                 return function(leaves, batch)
             except Exception:
@@ -124,51 +123,74 @@ class Compiled:
 
         return traced
 
-    def _count(self, signature: dict[str, str]) -> None:
-        """Counts a compilation, and refuses it if it is one too many: nothing was run by now."""
+    def _count(self, signature: Signature) -> None:
+        """Counts a compilation that is traced, and refuses it if it is one too many."""
         if self._signatures:
-            message = (
-                f"`{self.name}` should be compiled once. Got compilation "
-                f"{self.compilations + 1}, since {_differences(self._signatures[-1], signature)}. "
-                "Keep shapes and dtypes the same: pad the last batch, cast what differs."
-            )
-            limit = self._max_compilations
-            if limit is not None and len(self._signatures) >= limit:
-                raise RecompilationError(message)
-            warnings.warn(message, RecompilationWarning, stacklevel=2)
+            self._require_allowed(signature)
+            warnings.warn(self._report(signature), RecompilationWarning, stacklevel=2)
         self._signatures.append(signature)
 
-    def _refuse_moves(self, batch: PyTree) -> None:
-        """Refuses what would be compiled once too often without being traced."""
-        limit = self._max_compilations
-        if limit is None or self.compilations < limit or not self._places:
-            return
-        moves = [_moved(seen, _batch_places(batch)) for seen in self._places]
-        if all(moves):
-            raise RecompilationError(_lies_elsewhere(self.name, moves[-1]))
-
-    def _note_placement(self, places: dict[str, Any], untraced: bool) -> None:
-        """Reports the compilation that no tracing shows: an argument that lies elsewhere."""
-        moved = _moved(self._places[-1], places) if self._places else []
-        self._places.append(places)
-        if moved and untraced:
-            self._moves += 1
-            message = _lies_elsewhere(self.name, moved)
+    def _note(self, signature: Signature) -> None:
+        """Counts the compilation that no tracing shows: the same arrays, lying elsewhere."""
+        if signature not in self._signatures:
+            message = self._report(signature)
+            self._signatures.append(signature)
             warnings.warn(message, RecompilationWarning, stacklevel=3)
+
+    def _refuse_new(self, ts: TrainState, batch: PyTree) -> None:
+        """Refuses, before anything runs, what would be compiled once too often.
+
+        Tracing would be too late: arrays that lie elsewhere are compiled anew without it. The
+        arrays of a step lie alike, so that one stands for all.
+        """
+        if len(self._signatures) < (self._max_compilations or 0):
+            return
+        leaves, treedef = jax.tree.flatten(batch)
+        state = ts.leaves if ts.fresh else ts.leaves[:1]
+        key = (ts.structure, treedef, *map(_quick_key, state), *map(_quick_key, leaves))
+        if key not in self._allowed:
+            batch_size(batch)  # which refuses, by name, what is no array
+            signature = signature_of(ts, batch)
+            if signature not in self._signatures:
+                self._require_allowed(signature)
+            self._allowed.add(key)
+
+    def _require_allowed(self, signature: Signature) -> None:
+        limit = self._max_compilations
+        if limit is not None and len(self._signatures) >= limit:
+            raise RecompilationError(self._report(signature))
+
+    def _report(self, signature: Signature) -> str:
+        limit = self._max_compilations
+        rule = f"`{self.name}` should be compiled once" + (
+            f", and may be {limit} times (`max_compilations`)." if limit and limit > 1 else "."
+        )
+        # The nearest of those before, the last one if there are several.
+        numbered = enumerate(self._signatures, start=1)
+        compared = [(changes(known, signature), number) for number, known in numbered]
+        found, number = min(compared, key=lambda pair: (len(pair[0]), -pair[1]))
+        got = f"{rule} Got compilation {len(self._signatures) + 1}, for arguments"
+        if not found:
+            return (
+                f"{got} equal to those of compilation {number}: a setting of JAX changed, such as "
+                "`jax.default_matmul_precision`, or its caches were cleared. "
+                "Change settings before the first step."
+            )
+        return f"{got} that differ from compilation {number}:\n{table(found)}\n{advice(found)}"
 
     def _diagnose(self, error: Exception, ts: TrainState, batch: PyTree) -> None:
         """Raises what `error` means in the terms of the caller, if that can be told."""
         if isinstance(error, UsedStateError | RecompilationError):
             return
         for name, leaf in zip(ts.structure.names, ts.leaves, strict=True):
-            if _is_concrete(leaf) and leaf.is_deleted():
+            if is_concrete(leaf) and leaf.is_deleted():
                 raise UsedStateError(
                     "A TrainState must own its buffers. "
                     f"Got one whose `{name}` was deleted: another call that donates took it. "
                     "Use the TrainState which that call returned."
                 ) from error
         for name, leaf in named_leaves(batch):
-            if _is_concrete(leaf) and leaf.is_deleted():
+            if is_concrete(leaf) and leaf.is_deleted():
                 raise UsedStateError(
                     f"A batch must be alive. Got `batch.{name}`, which was deleted or donated. "
                     "Take it from the loader again."
@@ -183,7 +205,7 @@ class Compiled:
             ) from error
         if "incompatible devices" in str(error).lower():
             places = "; ".join(
-                f"`{name}` on {_placement(leaf)}"
+                f"`{name}` on {placement(leaf)}"
                 for name, leaf in [
                     ("the TrainState", ts.leaves[0]),
                     *((f"batch.{name}", leaf) for name, leaf in named_leaves(batch)),
@@ -197,30 +219,24 @@ class Compiled:
             batch_size(batch)  # which refuses, by name, what is no array
 
 
-def _batch_places(batch: PyTree) -> dict[str, Any]:
-    return {f"batch.{name}": _placement(leaf) for name, leaf in named_leaves(batch)}
+def _follow(ts: TrainState, batch: PyTree) -> None:
+    """Commits a new TrainState without a mesh to the device that the batch is committed to.
+
+    Left as it is, the first step would bring its outputs there, and the second be compiled anew
+    for arguments that are committed.
+    """
+    if any(sharding is not None for sharding in ts.structure.shardings):
+        return
+    places = {placement(leaf) for leaf in jax.tree.leaves(batch)} - {None}
+    if len(places) == 1 and isinstance(device := places.pop(), SingleDeviceSharding):
+        if all(is_concrete(leaf) and not leaf.committed for leaf in ts.leaves):
+            ts.leaves = tuple(jax.device_put(ts.leaves, device))
 
 
-def _places(ts: TrainState, batch: PyTree) -> dict[str, Any]:
-    state = zip(ts.structure.names, map(_placement, ts.leaves), strict=True)
-    return dict(state) | _batch_places(batch)
-
-
-def _moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What lies elsewhere than before. What jit may put where it likes lies anywhere."""
-    return [
-        f"`{name}`: {before[name]} -> {place}"
-        for name, place in after.items()
-        if place is not None and before.get(name) is not None and before[name] != place
-    ]
-
-
-def _lies_elsewhere(name: str, moved: list[str]) -> str:
-    return (
-        f"`{name}` should be compiled once. Got arguments that lie elsewhere than before, for "
-        f"which it is compiled anew: {'; '.join(moved[:3])}. "
-        "Give every batch the same sharding: `et.data.prefetch(loader, sharding)`."
-    )
+def _quick_key(leaf: Any) -> Any:
+    """What tells most arguments apart, at a fraction of a signature's cost."""
+    shape, dtype = getattr(leaf, "shape", type(leaf)), getattr(leaf, "dtype", None)
+    return shape, dtype, getattr(leaf, "weak_type", False), placement(leaf)
 
 
 def same_structure(a: Structure, b: Structure) -> bool:
@@ -238,7 +254,7 @@ def check_donated(name: str, before: TrainState, after: tuple[Any, ...]) -> None
     kept = [
         leaf_name
         for leaf_name, old, new in zip(before.structure.names, before.leaves, after, strict=True)
-        if _is_concrete(old) and old is not new and not old.is_deleted()
+        if is_concrete(old) and old is not new and not old.is_deleted()
     ]
     if kept:
         warnings.warn(
@@ -249,29 +265,3 @@ def check_donated(name: str, before: TrainState, after: tuple[Any, ...]) -> None
             DonationWarning,
             stacklevel=3,
         )
-
-
-def _kind(leaf: Any) -> str:
-    aval = jax.typeof(leaf)
-    return kind(aval) + (" (weak)" if getattr(aval, "weak_type", False) else "")
-
-
-def _is_concrete(leaf: Any) -> bool:
-    """Whether a leaf has buffers, which a tracer of somebody's own jit around the call has not."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-
-
-def _placement(leaf: Any) -> Any:
-    """Where a committed array lies; None for what jit may put where it likes."""
-    return leaf.sharding if _is_concrete(leaf) and leaf.committed else None
-
-
-def _differences(before: dict[str, str], after: dict[str, str]) -> str:
-    changed = [
-        f"`{name}` changed from {before.get(name, 'nothing')} to {after.get(name, 'nothing')}"
-        for name in {**before, **after}
-        if before.get(name) != after.get(name) and name != "the structure"
-    ]
-    if not changed:
-        return "a value changed that is no array: a Python number or a function in the model"
-    return "; ".join(changed[:5]) + (f"; and {len(changed) - 5} more" if len(changed) > 5 else "")

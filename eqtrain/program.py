@@ -68,8 +68,14 @@ class Program(Level):
         return self.step.init_shapes(make, key=key)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
+        return self._call(ts, batch, None)
+
+    def _call(
+        self, ts: TrainState, batch: PyTree, call: int | None
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         leaves, metrics, alarm = self.compiled(ts, batch)
-        call = next(self._calls)
+        if call is None:
+            call = next(self._calls)  # counted once nothing was refused
         if self.donates:
             ts.used = f"call {call} of `{self.compiled.name}`"
             if ts.fresh:
@@ -79,7 +85,7 @@ class Program(Level):
             new.flag = (call, alarm, None if self.step.bundles is None else batch)
             if self._look(ts.flag, new):
                 # The step before had tripped, and this one waited while it was saved.
-                return self(self.step.release(new), batch)
+                return self._call(self.step.release(new), batch, call)
         return new, metrics
 
     def check(self, ts: TrainState) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -75,34 +77,148 @@ def test_two_epochs_with_a_padded_last_batch_compile_once(chain: Any):
     assert np.allclose(*zip(*losses, strict=True), rtol=1e-5)
 
 
-# What a program sees first, what it sees then, and what the report has to name.
-CHANGES = {
-    "shape": (rows(8), rows(4), r"`batch\.x` changed from float32\[8,4\] to float32\[4,4\]"),
+class Settings(eqx.Module):
+    """A model with what is no array: values that are leaves, and one that is none."""
+
+    w: Any
+    rate: float = 0.1
+    shape: Any = make
+    name: str = eqx.field(static=True, default="small")
+    more: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+def settings(**fields: Any) -> Any:
+    return lambda key: Settings(np.linspace(-1, 1, 4, dtype=np.float32), **fields)
+
+
+# What a program sees first, what it sees then (a batch, and how the model is made), the lines of
+# the table, and what is to be done.
+X = rows(8)
+PLAIN = settings()
+CHANGES: dict[str, tuple[Any, Any, list[str], str]] = {
+    "shape": (X, rows(4), ["batch.x shape (8, 4) (4, 4)"], "pad the last batch"),
     "dtype": (
-        rows(8) | {"weight": np.ones(8, np.float32)},
-        rows(8) | {"weight": np.ones(8, np.int32)},
-        r"`batch\.weight` changed from float32\[8\] to int32\[8\]",
+        X | {"weight": np.ones(8, np.float32)},
+        X | {"weight": np.ones(8, np.int32)},
+        ["batch.weight dtype float32 int32"],
+        "Cast to one dtype",
     ),
     "weak type": (
-        rows(8) | {"scale": np.float32(2)},
-        rows(8) | {"scale": 2.0},
-        r"`batch\.scale` changed from float32\[\] to float32\[\] \(weak\)",
+        X | {"scale": np.float32(2)},
+        X | {"scale": 2.0},
+        ["batch.scale weak type False True"],
+        "`np.float32(x)`",
+    ),
+    "sharding": (
+        jax.device_put(X, NamedSharding(MESH, P())),
+        jax.device_put(X, NamedSharding(MESH, P("data"))),
+        ["batch.x sharding P() on data=2 P('data') on data=2"],
+        "`et.data.prefetch(loader, program.batch_sharding)`",
     ),
     "structure": (
-        rows(8),
-        rows(8) | {"scale": np.float32(2)},
-        r"`batch\.scale` changed from nothing to float32\[\]",
+        X,
+        X | {"scale": np.float32(2)},
+        ["batch.scale structure absent float32[]"],
+        "the same keys",
+    ),
+    "containers": (
+        X | {"more": [X["x"], None]},
+        X | {"more": (X["x"],), "none": None},
+        ["batch.more structure list tuple", "batch.none structure absent None"],
+        "the same keys",
+    ),
+    "two kinds": (
+        X | {"weight": np.ones(8, np.float32)},
+        rows(4) | {"weight": np.ones(4, np.int32), "scale": 2.0},
+        [
+            "batch.weight shape (8,) (4,)",
+            "batch.weight dtype float32 int32",
+            "batch.x shape (8, 4) (4, 4)",
+            "batch.scale structure absent float32[] weak",
+        ],
+        "Keep shapes the same: pad the last batch, as `et.data.Loader` does. Cast",
+    ),
+    "many": (
+        X,
+        X | {f"n{i}": np.float32(i) for i in range(12)},
+        [
+            *(f"batch.n{i} structure absent float32[]" for i in (0, 1, 10, 11, *range(2, 8))),
+            "and 2 more",
+        ],
+        "the same keys",
+    ),
+}
+# The same for what the model is made of.
+MODELS: dict[str, tuple[Any, Any, list[str], str]] = {
+    "a number": (
+        PLAIN,
+        settings(rate=0.2),
+        ["model.rate static value 0.1 0.2"],
+        "compiled into the program",
+    ),
+    "a function": (
+        PLAIN,
+        settings(shape=rows),
+        [f"model.shape static value {__name__}.make {__name__}.rows"],
+        "compiled into the program",
+    ),
+    "a field": (
+        PLAIN,
+        settings(name="large"),
+        ["model.name static value 'small' 'large'"],
+        "compiled into the program",
+    ),
+    "an array": (
+        PLAIN,
+        settings(more=jnp.zeros(3)),
+        ["model.more structure absent float32[3]"],
+        "from one `make`",
+    ),
+    "a shape": (
+        settings(more=jnp.zeros(2, jnp.int32)),
+        settings(more=jnp.zeros(3, jnp.int8)),
+        ["model.more shape (2,) (3,)", "model.more dtype int32 int8"],
+        "Keep shapes the same",
     ),
 }
 
 
+def placed(ts: et.TrainState, change: str) -> et.TrainState:
+    """The TrainState where the batches are, for a chain that does not place it."""
+    return jax.device_put(ts, NamedSharding(MESH, P())) if change == "sharding" else ts
+
+
+def lines_of(report: str) -> list[str]:
+    """The lines of a report's table, columns apart by one space."""
+    head, *lines = (" ".join(line.split()) for line in report.splitlines() if line[:2] == "  ")
+    assert head == "leaf what before after"
+    return lines
+
+
+def columns_of(report: str) -> set[tuple[int, ...]]:
+    """Where the columns begin, for each line of a report's table with all four of them."""
+    found = set()
+    for line in report.splitlines():
+        places = [match.start() for match in re.finditer(r"(?<=  )\S", line)]
+        if line.startswith("  ") and len(places) == 4:
+            found.add(tuple(places))
+    return found
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_second_compilation_is_reported_by_argument(change: str):
-    first, second, named = CHANGES[change]
+    first, second, lines, advice = CHANGES[change]
     program = program_of()
-    ts, _ = program(started(program), first)
-    with pytest.warns(et.RecompilationWarning, match=f"compilation 2, since {named}"):
+    ts, _ = program(placed(started(program), change), first)
+    with pytest.warns(et.RecompilationWarning) as caught:
         ts, _ = program(ts, second)
+    report = str(caught[0].message)
+    assert "`train_step` should be compiled once. Got compilation 2, for arguments that " in report
+    assert lines_of(report) == lines and advice in report.splitlines()[-1]
+    assert len(columns_of(report)) == 1
     assert program.compilations == 2
     ts, _ = program(ts, second)
     ts, _ = program(ts, first)
@@ -111,14 +227,30 @@ def test_a_second_compilation_is_reported_by_argument(change: str):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_one_compilation_too_many_is_an_error_and_runs_nothing(change: str):
-    first, second, named = CHANGES[change]
+    first, second, lines, _ = CHANGES[change]
     program = program_of(max_compilations=1)
-    ts, _ = program(started(program), first)
-    with pytest.raises(et.RecompilationError, match=named):
+    ts, _ = program(placed(started(program), change), first)
+    with pytest.raises(et.RecompilationError) as caught:
         program(ts, second)
+    assert lines_of(str(caught.value)) == lines
     # The TrainState was not used up.
     ts, _ = program(ts, first)
     assert program.compilations == 1 and int(ts.step) == 2
+
+
+@pytest.mark.parametrize("change", MODELS)
+def test_a_model_that_changes_is_reported_by_what_changed(change: str):
+    *makes, lines, advice = MODELS[change]
+    program, limited = program_of(), program_of(max_compilations=1)
+    for some in (program, limited):
+        some(some.init(makes[0], key=jax.random.key(0)), X)
+    with pytest.warns(et.RecompilationWarning) as caught:
+        program(program.init(makes[1], key=jax.random.key(0)), X)
+    report = str(caught[0].message)
+    assert lines_of(report) == lines and advice in report.splitlines()[-1]
+    with pytest.raises(et.RecompilationError) as error:
+        limited(limited.init(makes[1], key=jax.random.key(0)), X)
+    assert lines_of(str(error.value)) == lines
 
 
 def test_as_many_compilations_as_allowed_are_warned_of():
@@ -131,42 +263,118 @@ def test_as_many_compilations_as_allowed_are_warned_of():
 
 
 SPLIT, WHOLE = NamedSharding(MESH, P("data")), NamedSharding(MESH, P())
+ONE, OTHER = jax.devices()[:2]
+COMPILED: list[str] = []
+
+
+def _note_compilation(event: str, duration_secs: float, **kwargs: Any) -> None:
+    # `traced` is what the function is called that a program gives to `jax.jit`.
+    if event.endswith("backend_compile_duration") and kwargs.get("fun_name") == "jit(traced)":
+        COMPILED.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_compilation)
 
 
 @pytest.mark.parametrize(
-    "places",
+    "chain, first, second, compiled",
     [
-        pytest.param((SPLIT, WHOLE), id="split-whole"),
-        pytest.param((WHOLE, SPLIT), id="whole-split"),
-        pytest.param((None, SPLIT), id="host-split"),
-        pytest.param((SPLIT, None), id="split-host"),
+        pytest.param("mesh", SPLIT, WHOLE, 2, id="split-whole"),
+        pytest.param("mesh", WHOLE, SPLIT, 2, id="whole-split"),
+        pytest.param("mesh", None, SPLIT, 2, id="host-split"),
+        pytest.param("mesh", SPLIT, None, 2, id="split-host"),
+        # Of the same meaning, though not equal to one another.
+        pytest.param("mesh", SPLIT, NamedSharding(MESH, P("data", None)), 1, id="split-split"),
+        # Without a mesh JAX traces nothing anew for these, and the state comes along a call later.
+        pytest.param("alone", None, ONE, 4, id="host-device"),
+        pytest.param("alone", ONE, None, 2, id="device-host"),
+        pytest.param("alone", OTHER, OTHER, 1, id="device-device"),
+        pytest.param("alone", WHOLE, WHOLE, 2, id="whole-whole"),
     ],
 )
-def test_a_batch_that_lies_elsewhere_is_reported_by_argument(places: Any):
-    first, second = (rows(8) if p is None else jax.device_put(rows(8), p) for p in places)
-    program = program_of(*CHAINS["mesh"])
-    ts, _ = program(started(program), first)
-    with pytest.warns(et.RecompilationWarning, match=r"`batch\.x`"):
-        ts, _ = program(ts, second)
-    assert program.compilations == 2
+def test_each_compilation_is_reported_by_argument(
+    chain: str, first: Any, second: Any, compiled: int
+):
+    batches = [rows(8) if p is None else jax.device_put(rows(8), p) for p in (first, second)]
+    program = program_of(*CHAINS[chain])
+    ts = started(program)
+    reports: list[str] = []
+    for turn in (0, 0, 1, 1, 0):
+        COMPILED.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ts, _ = program(ts, batches[turn])
+        # JAX's own count: no report too many, and none too few.
+        assert len(COMPILED) == len(caught) + int(ts.step == 1)
+        reports += [str(warning.message) for warning in caught]
+    assert program.compilations == compiled == len(reports) + 1
+    assert all("sharding" in line for report in reports for line in lines_of(report))
+    if first is not second:
+        assert all(lines_of(report)[-1].startswith("batch.x ") for report in reports[:1])
 
 
-def test_a_batch_that_lies_elsewhere_is_an_error_if_it_is_one_too_many():
+@pytest.mark.parametrize(
+    "chain, first, second",
+    [
+        pytest.param("mesh", SPLIT, WHOLE, id="split-whole"),
+        pytest.param("mesh", None, SPLIT, id="host-split"),
+        pytest.param("alone", None, ONE, id="host-device"),
+        pytest.param("alone", ONE, None, id="device-host"),
+    ],
+)
+def test_a_batch_that_lies_elsewhere_is_an_error_if_it_is_one_too_many(
+    chain: str, first: Any, second: Any
+):
+    batches = [rows(8) if p is None else jax.device_put(rows(8), p) for p in (first, second)]
+    program = program_of(*CHAINS[chain], max_compilations=1)
+    ts, _ = program(started(program), batches[0])
+    COMPILED.clear()
+    with pytest.raises(et.RecompilationError) as caught:
+        program(ts, batches[1])
+    [line] = lines_of(str(caught.value))
+    assert line.startswith("batch.x sharding ")
+    ts, _ = program(ts, batches[0])
+    assert not COMPILED and program.compilations == 1 and int(ts.step) == 2
+
+
+def test_a_state_that_lies_elsewhere_is_an_error_if_it_is_one_too_many():
     program = program_of(*CHAINS["mesh"], max_compilations=1)
-    ts, _ = program(started(program), jax.device_put(rows(8), SPLIT))
-    with pytest.raises(et.RecompilationError, match=r"`batch\.x`"):
-        program(ts, jax.device_put(rows(8), WHOLE))
-
-
-def test_a_setting_in_the_model_that_changes_is_reported():
-    program = program_of(loss=lambda model, state, batch, key: (model["w"].sum(), state, {}))
-    first, second = (
-        program.init(lambda key, rate=rate: make(key) | {"rate": rate}, key=jax.random.key(0))
-        for rate in (0.1, 0.2)
+    ts, _ = program(started(program), rows(8))
+    moved = jax.device_put(
+        ts, jax.tree.map(lambda leaf: SPLIT if leaf.shape == (4,) else WHOLE, ts)
     )
-    program(first, rows(8))
-    with pytest.warns(et.RecompilationWarning, match="no array: a Python number"):
-        program(second, rows(8))
+    with pytest.raises(et.RecompilationError) as caught:
+        program(moved, rows(8))
+    assert lines_of(str(caught.value)) == ["model.w sharding P() on data=2 P('data') on data=2"]
+
+
+def test_a_state_follows_the_batch_to_its_device():
+    program = program_of()
+    ts, _ = program(started(program), jax.device_put(rows(8), OTHER))
+    assert all(leaf.devices() == {OTHER} for leaf in ts.leaves)
+    expected, _ = program_of()(started(program_of()), rows(8))
+    assert np.array_equal(ts.model["w"], expected.model["w"])
+
+
+def test_a_setting_of_jax_that_changes_is_reported_as_such():
+    program = program_of(max_compilations=2)
+    ts, _ = program(started(program), rows(8))
+    with pytest.warns(et.RecompilationWarning, match="equal to those of compilation 1: a setting"):
+        with jax.default_matmul_precision("highest"):
+            ts, _ = program(ts, rows(8))
+    with pytest.raises(et.RecompilationError, match="Got compilation 3, .* a setting of JAX"):
+        with jax.default_matmul_precision("float32"):
+            program(ts, rows(8))
+
+
+def test_the_nearest_compilation_is_the_one_that_is_compared():
+    program = program_of()
+    ts, _ = program(started(program), rows(8))
+    with pytest.warns(et.RecompilationWarning):
+        ts, _ = program(ts, rows(4) | {"weight": np.ones(4, np.float32)})
+    with pytest.warns(et.RecompilationWarning, match="differ from compilation 1:") as caught:
+        program(ts, rows(2))
+    assert lines_of(str(caught[0].message)) == ["batch.x shape (8, 4) (2, 4)"]
 
 
 def test_python_numbers_in_a_batch_compile_once():
@@ -230,5 +438,5 @@ def test_evaluation_compiles_once_and_reports_a_second_time():
         measure(ts, rows(8))
         ts, _ = program(ts, rows(8))
     assert measure.compilations == 1
-    with pytest.warns(et.RecompilationWarning, match=r"`evaluate`.*`batch\.x`"):
+    with pytest.warns(et.RecompilationWarning, match=r"`evaluate`(.|\n)*batch\.x +shape"):
         measure(ts, rows(4))
