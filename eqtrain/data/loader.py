@@ -2,38 +2,24 @@
 
 Which rows form global batch n is a pure function of the seed and n. So a run resumes at any
 position without replaying what came before, every process can tell its own rows from all others',
-and neither prefetching nor the number of processes can change, repeat or lose a row.
+and neither threads, prefetching nor the number of processes can change, repeat or lose a row.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from .source import RowSource, reader
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """Batches with a position, which a loop that reads ahead moves when it hands a batch out.
-
-    `begin` starts a loop; the iterator that it returns has a `position`, behind the batch that it
-    gave last. That is what `handed_out` gets, once a batch is. `finish` is called at the end.
-    """
-
-    @property
-    def position(self) -> int: ...
-
-    def begin(self) -> Iterator[Any]: ...
-
-    def handed_out(self, position: int) -> None: ...
-
-    def finish(self) -> None: ...
+from .example import Augment, Augmentation
+from .plan import Drawn
+from .resumable import loop
+from .source import Example, Source, reader
 
 
 class Batches(Iterator[dict[str, np.ndarray]]):
@@ -42,6 +28,7 @@ class Batches(Iterator[dict[str, np.ndarray]]):
     def __init__(self, loader: Loader, start: int) -> None:
         self._loader = loader
         self._next = loader.batches_before(start)
+        self._threads: ThreadPoolExecutor | None = None
 
     @property
     def position(self) -> int:
@@ -51,10 +38,19 @@ class Batches(Iterator[dict[str, np.ndarray]]):
     def __next__(self) -> dict[str, np.ndarray]:
         loader = self._loader
         if loader.epochs is not None and self._next >= len(loader):
+            self.close()
             raise StopIteration
-        batch = loader.batch(self._next)
+        if loader.num_threads and self._threads is None:
+            self._threads = ThreadPoolExecutor(loader.num_threads, "eqtrain-reader")
+        batch = loader.batch(self._next, self._threads)
         self._next += 1
         return batch
+
+    def close(self) -> None:
+        """Ends the threads that read rows, where there are any; they start again when needed."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
 
 
 class Loader:
@@ -79,12 +75,18 @@ class Loader:
     **Arguments:**
 
     - `source`: a mapping from names to arrays of equal length, in memory or memory-mapped; or
-        anything with `__len__` and `__getitem__`, which gives one row as such a mapping.
+        anything with `__len__` and `__getitem__`, which gives one row as such a mapping; or what
+        `bucket`, `pack` and `mix` make of sources.
     - `batch_size`: rows of a *global* batch, over all devices and processes.
-    - `seed`: which orders. The same number in every process.
+    - `seed`: which orders, and what `augment` draws. The same number in every process.
     - `shuffle`: with False, rows come in the order of the source.
     - `epochs`: how many times the source is read; None for no end.
     - `remainder`: "pad" or "drop", what happens where an epoch does not divide into batches.
+    - `augment`: a function `(example, rng) -> example`, applied to each row that is read; it may
+        change the example in place. What its `np.random.Generator` draws is decided by the seed,
+        the row and the epoch alone.
+    - `num_threads`: how many threads share the rows of a batch, for a source or an `augment` that
+        waits, or computes without Python's lock. With 0, the thread that asks for a batch reads it.
     - `process_index`, `process_count`: which share of the rows is read here. By default JAX's, in
         which case `jax.distributed.initialize` has to come first, and all processes have to make
         their loaders.
@@ -101,13 +103,15 @@ class Loader:
 
     def __init__(
         self,
-        source: Mapping[str, Any] | RowSource,
+        source: Source,
         batch_size: int,
         *,
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
         remainder: Literal["pad", "drop"] = "pad",
+        augment: Augment | None = None,
+        num_threads: int = 0,
         process_index: int | None = None,
         process_count: int | None = None,
     ) -> None:
@@ -124,34 +128,36 @@ class Loader:
         self.batch_size = _whole("batch_size", batch_size, 1)
         self.seed = _whole("seed", seed, 0)
         self.epochs = None if epochs is None else _whole("epochs", epochs, 1)
+        self.num_threads = _whole("num_threads", num_threads, 0)
         self.process_index = jax.process_index() if process_index is None else process_index
         self.process_count = jax.process_count() if process_count is None else process_count
         if isinstance(source, Mapping):
             self._check_no_weight(source)
         self._reader = reader(source)
         self.num_rows = len(self._reader)
+        self._augmentation = None if augment is None else Augmentation(augment, self.seed)
+        drop = self.remainder == "drop"
+        self._plan = self._reader.plan(self.batch_size, self.seed, self.shuffle, drop)
         self._check_sizes()
         if process_count is None and self.process_count > 1:
             self._compare_processes()
         self._position = 0
         self._finished = False  # by a loop that came to the end
-        self._order = (-1, np.arange(0))  # an epoch and its order
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches in one epoch."""
-        full, rest = divmod(self.num_rows, self.batch_size)
-        return full + (1 if rest and self.remainder == "pad" else 0)
+        return self._plan.steps_per_epoch
 
     @property
     def examples_per_epoch(self) -> int:
         """Rows that count in one epoch."""
-        return self.num_rows - self.dropped_per_epoch
+        return self._plan.examples_per_epoch
 
     @property
     def dropped_per_epoch(self) -> int:
         """Rows left out in each epoch, which is 0 unless `remainder="drop"`."""
-        return self.num_rows % self.batch_size if self.remainder == "drop" else 0
+        return self._plan.dropped_per_epoch
 
     def __len__(self) -> int:
         """The number of batches in all epochs. **Raises:** `TypeError` if there is no end."""
@@ -164,24 +170,25 @@ class Loader:
 
     def rows(self, n: int) -> Int[np.ndarray, " batch"]:
         """The rows of the source that form global batch n, with padding, for all processes."""
-        epoch, step = divmod(_whole("n", n, 0), self.steps_per_epoch)
-        first = step * self.batch_size
-        real = self._epoch_order(epoch)[first : first + self.batch_size]
-        return np.resize(real, self.batch_size)  # which repeats from the front
+        return self._draw(n).rows
 
     def weight(self, n: int) -> Float[np.ndarray, " batch"]:
         """What the rows of global batch n count for: 1, or 0 for padding."""
-        first = n % self.steps_per_epoch * self.batch_size
-        return (np.arange(first, first + self.batch_size) < self.num_rows).astype(np.float32)
+        count = self._plan.count(_whole("n", n, 0) % self.steps_per_epoch)
+        return (np.arange(self.batch_size) < count).astype(np.float32)
 
-    def batch(self, n: int) -> dict[str, np.ndarray]:
-        """This process's share of global batch n."""
+    def batch(self, n: int, threads: Executor | None = None) -> dict[str, np.ndarray]:
+        """This process's share of global batch n, whose rows are read by `threads` if given."""
         local = self.batch_size // self.process_count
         share = slice(self.process_index * local, (self.process_index + 1) * local)
-        batch = self._reader.read(self.rows(n)[share])
+        drawn, weight = self._draw(n)[share], self.weight(n)[share]
+        if threads is None and self._augmentation is None:
+            batch = self._reader.read(drawn.rows, weight)
+        else:
+            batch = self._reader.collate(self._examples(drawn, threads), drawn.rows, weight)
         self._check_no_weight(batch)
         if self.remainder == "pad":
-            batch["weight"] = self.weight(n)[share]
+            batch["weight"] = weight
         return batch
 
     def iterate(self, start: int = 0) -> Batches:
@@ -193,11 +200,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         """The batches from `position` on, which moves as they are handed out."""
-        batches = self.begin()
-        for batch in batches:
-            self.handed_out(batches.position)
-            yield batch
-        self.finish()
+        return loop(self)
 
     @property
     def position(self) -> int:
@@ -235,7 +238,8 @@ class Loader:
     def batches_before(self, position: int) -> int:
         """The number of the batch that begins at a position. **Raises:** `ValueError` if none."""
         epoch, examples = divmod(_whole("position", position, 0), self.examples_per_epoch)
-        step, rest = divmod(examples, self.batch_size)
+        step = self._plan.step_of(examples)
+        rest = examples - self._plan.examples_before(step)
         n = epoch * self.steps_per_epoch + step
         if rest:
             raise ValueError(
@@ -255,20 +259,25 @@ class Loader:
     def examples_before(self, n: int) -> int:
         """The position at which batch n begins."""
         epoch, step = divmod(n, self.steps_per_epoch)
-        return epoch * self.examples_per_epoch + step * self.batch_size
+        return epoch * self.examples_per_epoch + self._plan.examples_before(step)
 
-    def _epoch_order(self, epoch: int) -> Int[np.ndarray, " rows"]:
-        if not self.shuffle:
-            epoch = 0
-        kept, order = self._order
-        if kept != epoch:
-            order = (
-                np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
-                if self.shuffle
-                else np.arange(self.num_rows)
-            )
-            self._order = (epoch, order)  # in one assignment, since a thread may read ahead
-        return order
+    def _draw(self, n: int) -> Drawn:
+        """The rows of global batch n, with padding: those that count, repeated from the front."""
+        epoch, step = divmod(_whole("n", n, 0), self.steps_per_epoch)
+        return self._plan.draw(epoch, step).resized(self.batch_size)
+
+    def _examples(self, drawn: Drawn, threads: Executor | None) -> list[Example]:
+        if threads is None:
+            return self._read_examples(drawn)
+        # Consecutive rows each, which a source that reads many at once has the most of.
+        cuts = np.linspace(0, len(drawn.rows), self.num_threads + 1).astype(int).tolist()
+        parts = [drawn[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        read = threads.map(self._read_examples, [part for part in parts if len(part.rows)])
+        return [example for part in read for example in part]
+
+    def _read_examples(self, drawn: Drawn) -> list[Example]:
+        examples = self._reader.examples(drawn.rows)
+        return examples if self._augmentation is None else self._augmentation(examples, drawn)
 
     def _check_no_weight(self, batch: Mapping[str, Any]) -> None:
         if self.remainder == "pad" and "weight" in batch:
@@ -305,10 +314,10 @@ class Loader:
         settings = {
             "seed": self.seed,
             "batch_size": self.batch_size,
-            "the number of rows": self.num_rows,
             "epochs": self.epochs or 0,
             "shuffle": int(self.shuffle),
             "remainder": int(self.remainder == "pad"),
+            **self._reader.settings(),
         }
         check_agreement("A loader", settings)
 

@@ -15,7 +15,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .loader import Batches, Resumable
+from .loader import Batches
+from .resumable import Resumable, close_if_needed
+from .workers import WorkerBatches
 
 
 class _Channel:
@@ -34,7 +36,7 @@ def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> Non
     """The reading thread."""
     # Device arrays on a CPU may share the memory of NumPy's. What a loader reads is left alone, but
     # another iterator may fill the same arrays with its next batch.
-    fresh = isinstance(batches, Batches)
+    fresh = isinstance(batches, Batches | WorkerBatches)
     try:
         while True:
             with channel.changed:
@@ -61,9 +63,7 @@ def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> Non
     finally:
         try:
             # A generator can be closed only by the thread that runs it.
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
+            close_if_needed(batches)
         except BaseException as error:
             channel.error = channel.error or error
         with channel.changed:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
+
+from .plan import AbstractPlan, RowPlan
+
+Example = Mapping[str, Any]
+Weight = Float[np.ndarray, " rows"]
 
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Anything that gives one row at a time, as a mapping from names to arrays or numbers."""
+    """Anything that gives one row at a time, as a mapping from names to arrays or numbers.
+
+    With `__getitems__` as well, which takes a list of rows and gives a list of mappings, as in a
+    data set of Hugging Face or PyTorch, rows are read a batch at a time.
+    """
 
     def __len__(self) -> int: ...
 
@@ -21,15 +30,37 @@ class RowSource(Protocol):
 
 
 class AbstractReader(abc.ABC):
-    """Reads rows of a source by their indices, as one array a name."""
+    """Reads rows of a source by their indices."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
         """The number of rows."""
 
     @abc.abstractmethod
-    def read(self, rows: Int[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
-        """New arrays that hold these rows."""
+    def examples(self, rows: Int[np.ndarray, " rows"]) -> list[Example]:
+        """These rows, one by one. Called by several threads at once."""
+
+    def collate(
+        self, examples: Sequence[Example], rows: Int[np.ndarray, " rows"], weight: Weight
+    ) -> dict[str, np.ndarray]:
+        """Makes new arrays of examples that were read from these rows."""
+        return stack_examples(examples, rows)
+
+    def read(self, rows: Int[np.ndarray, " rows"], weight: Weight) -> dict[str, np.ndarray]:
+        """New arrays that hold these rows; those that are padding have a weight of 0."""
+        return self.collate(self.examples(rows), rows, weight)
+
+    def plan(self, batch_size: int, seed: int, shuffle: bool, drop: bool) -> AbstractPlan:
+        """How the rows come in batches."""
+        return RowPlan(len(self), batch_size, seed, shuffle, drop)
+
+    def settings(self) -> dict[str, int]:
+        """What has to be the same in all processes, as whole numbers below 2**128."""
+        return {"the number of rows": len(self)}
+
+
+# What the loader and its helpers take.
+Source = Mapping[str, Any] | RowSource | AbstractReader
 
 
 class ArrayReader(AbstractReader):
@@ -43,7 +74,7 @@ class ArrayReader(AbstractReader):
                 raise TypeError(
                     "The values of a mapping must be arrays of NumPy or JAX. "
                     f"Got {type(array).__name__} as {name!r}. "
-                    "Use `np.asarray`, or a class whose `__getitem__` reads one row."
+                    "Use `np.asarray`, or a list of rows, each of them a mapping."
                 )
             if array.ndim == 0:
                 raise ValueError(
@@ -64,53 +95,76 @@ class ArrayReader(AbstractReader):
     def __len__(self) -> int:
         return self._num_rows
 
-    def read(self, rows: Int[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+    def examples(self, rows: Int[np.ndarray, " rows"]) -> list[Example]:
+        arrays = self._take(rows)
+        return [{name: array[i] for name, array in arrays.items()} for i in range(len(rows))]
+
+    def read(self, rows: Int[np.ndarray, " rows"], weight: Weight) -> dict[str, np.ndarray]:
+        return self._take(rows)
+
+    def _take(self, rows: Int[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
         return {name: np.asarray(array[rows]) for name, array in self._arrays.items()}
 
 
 class RowReader(AbstractReader):
-    """Reads from anything with `__len__` and `__getitem__`, row by row."""
+    """Reads from anything with `__len__` and `__getitem__`."""
 
     def __init__(self, source: RowSource) -> None:
         self._source = source
+        self._read_many = getattr(source, "__getitems__", None)
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def read(self, rows: Int[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
-        examples = [self._read_row(int(row)) for row in rows]
-        shapes = [{name: np.shape(value) for name, value in row.items()} for row in examples]
-        for row, found in zip(rows, shapes, strict=True):
-            if found != shapes[0]:
-                raise ValueError(
-                    "All rows of a source must have the same names and shapes. "
-                    f"Got {shapes[0]} for row {rows[0]} and {found} for row {row}. "
-                    "Pad them to one shape, and mark the padding in an array of its own."
+    def examples(self, rows: Int[np.ndarray, " rows"]) -> list[Example]:
+        found = self._read(rows.tolist())
+        for row, example in zip(rows, found, strict=True):
+            if not isinstance(example, Mapping):
+                raise TypeError(
+                    "A row of a source must be a mapping from names to arrays. "
+                    f"Got {type(example).__name__} for row {row}. Return a dict."
                 )
-        return {name: np.stack([np.asarray(row[name]) for row in examples]) for name in shapes[0]}
+        return found
 
-    def _read_row(self, row: int) -> Mapping[str, Any]:
+    def _read(self, rows: list[int]) -> list[Any]:
+        row: Any = rows
         try:
-            example = self._source[row]
+            if self._read_many is not None:
+                return list(self._read_many(rows))
+            found = []
+            for row in rows:
+                found.append(self._source[row])
+            return found
         except StopIteration as error:
             # Passed on from an iterator, it would look like the end of the data.
             raise RuntimeError(f"The source raised StopIteration for row {row}.") from error
-        if not isinstance(example, Mapping):
-            raise TypeError(
-                "A row of a source must be a mapping from names to arrays. "
-                f"Got {type(example).__name__} for row {row}. Return a dict."
+
+
+def stack_examples(
+    examples: Sequence[Example], rows: Int[np.ndarray, " rows"]
+) -> dict[str, np.ndarray]:
+    """Stacks examples along a new leading dim. **Raises:** `ValueError` where they differ."""
+    shapes = [{name: np.shape(value) for name, value in row.items()} for row in examples]
+    for row, found in zip(rows, shapes, strict=True):
+        if found != shapes[0]:
+            raise ValueError(
+                "All rows of a source must have the same names and shapes. "
+                f"Got {shapes[0]} for row {rows[0]} and {found} for row {row}. "
+                "Use `et.data.bucket` or `et.data.pack` for rows of several lengths."
             )
-        return example
+    return {name: np.stack([np.asarray(row[name]) for row in examples]) for name in shapes[0]}
 
 
-def reader(source: Mapping[str, Any] | RowSource) -> AbstractReader:
+def reader(source: Source) -> AbstractReader:
     """Chooses how a source is read.
 
     **Raises:** `TypeError` for what is no source; `ValueError` for arrays of unequal length, and
     for a source without rows.
     """
-    if isinstance(source, Mapping):
-        chosen: AbstractReader = ArrayReader(source)
+    if isinstance(source, AbstractReader):
+        chosen = source
+    elif isinstance(source, Mapping):
+        chosen = ArrayReader(source)
     elif isinstance(source, RowSource):
         chosen = RowReader(source)
     else:
@@ -120,4 +174,16 @@ def reader(source: Mapping[str, Any] | RowSource) -> AbstractReader:
         )
     if len(chosen) == 0:
         raise ValueError("A source must have rows. Got 0. Check where it was read from.")
+    return chosen
+
+
+def plain_reader(source: Any, taker: str) -> AbstractReader:
+    """As `reader`, for a source without an order of its own, which `taker` would lose."""
+    chosen = reader(source)
+    if type(chosen).plan is not AbstractReader.plan:
+        raise TypeError(
+            f"`{taker}` takes sources whose rows can come in any order. "
+            f"Got a {type(chosen).__name__}, which has an order of its own. "
+            "Give each of its sources to the loader that it is for."
+        )
     return chosen

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .loader import Resumable
+from .resumable import Resumable, close_if_needed, loop
 
 
 class Stacked(Iterator[PyTree]):
@@ -36,6 +36,10 @@ class Stacked(Iterator[PyTree]):
             )
         return jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *group)
 
+    def close(self) -> None:
+        """Closes the iterator over batches."""
+        close_if_needed(self._batches)
+
 
 class ResumableStacks:
     """Stacks from a loader, which a loop and `prefetch` move as they would the loader itself."""
@@ -58,11 +62,7 @@ class ResumableStacks:
         self._batches.finish()
 
     def __iter__(self) -> Iterator[PyTree]:
-        stacks = self.begin()
-        for stacked in stacks:
-            self.handed_out(stacks.position)
-            yield stacked
-        self.finish()
+        return loop(self)
 
 
 def stack(batches: Iterable[PyTree], num_batches: int) -> Iterable[PyTree]:

@@ -1,15 +1,9 @@
 """Reading ahead changes nothing but the time: no row lost, no error hidden, no thread left."""
 
 import gc
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +13,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import eqtrain
 from eqtrain.data import Loader, prefetch
+from tests.data.processes import run_two
 
 
 def ids(num_rows: int) -> dict[str, np.ndarray]:
@@ -141,15 +135,21 @@ def test_no_more_than_depth_batches_are_ahead():
 
 def test_position_counts_batches_handed_out():
     # Case 46.
-    loader = Loader(ids(24), 2, epochs=1)
-    expected = [batch["id"].tolist() for batch in loader.iterate()]
     source_reads = []
-    read, loader.batch = loader.batch, lambda n: source_reads.append(n) or read(n)
+
+    class Rows(list):
+        def __getitem__(self, row: Any) -> Any:
+            source_reads.append(row)
+            return super().__getitem__(row)
+
+    loader = Loader(Rows({"id": i} for i in range(24)), 2, epochs=1)
+    expected = [batch["id"].tolist() for batch in loader.iterate()]
+    source_reads.clear()
     with prefetch(loader, depth=4) as batches:
         assert batches.position == 0
         for n in range(3):
             assert next(batches)["id"].tolist() == expected[n]
-        wait_for(lambda: len(source_reads) == 7)
+        wait_for(lambda: len(source_reads) == 2 * 7)
         assert batches.position == loader.position == 6
     resumed = Loader(ids(24), 2, epochs=1)
     resumed.position = loader.position
@@ -249,12 +249,7 @@ def test_depth_must_be_positive():
 
 
 PROCESS = """
-    import sys
-    import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
-
-    address, index = sys.argv[1], int(sys.argv[2])
-    jax.distributed.initialize(address, num_processes=2, process_id=index)
     from eqtrain.data import Loader, prefetch
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -290,28 +285,4 @@ PROCESS = """
 
 def test_two_processes_share_a_batch_and_compare_their_settings():
     # Case 43.
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    root = Path(eqtrain.__file__).parents[1]
-    environment = os.environ | {
-        "PYTHONPATH": str(root),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROCESS), address, str(index)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0 and "done" in output, output
+    assert all("done" in output for output in run_two(PROCESS))

@@ -1,5 +1,8 @@
 """Batches stacked for `repeat` keep the loader's position."""
 
+import gc
+import threading
+
 import numpy as np
 import pytest
 
@@ -32,6 +35,20 @@ def test_the_position_counts_what_was_handed_out(ahead: bool):
         batches.close()
     rest = ids(stack(loader, 3))
     assert ids([first]) + rest == ids(make_loader().iterate())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_threads_that_read_end_with_the_loop(ahead: bool):
+    def readers() -> int:
+        return sum(thread.name.startswith("eqtrain-") for thread in threading.enumerate())
+
+    loader = Loader({"id": np.arange(24)}, batch_size=2, num_threads=2)
+    stacks = stack(loader, 3)
+    for _ in prefetch(stacks) if ahead else stacks:
+        assert readers()
+        break
+    gc.collect()  # of the iterator that was left
+    assert not readers()
 
 
 def test_stacks_that_do_not_come_out_even_are_refused():
