@@ -1,5 +1,6 @@
 """eqtrain: one pure loss, and transforms that turn it into a compiled, sharded train step."""
 
+from . import checkpoint as checkpoint
 from . import data as data
 from . import random as random
 from .levels import Contribute as Contribute
@@ -22,6 +23,8 @@ from .compiled import RecompilationWarning as RecompilationWarning
 from .contribution import Contribution as Contribution
 from .explain.explanation import Explanation as Explanation
 from .inspect import Inspection as Inspection
+from .preemption import Preempted as Preempted
+from .preemption import Preemption as Preemption
 from .program import Program as Program
 from .random import dropout as dropout
 from .random import example_keys as example_keys

@@ -37,7 +37,7 @@ def safetensors() -> Any:
     except ImportError as error:
         raise ImportError(
             "Replay bundles are files of safetensors. Got a Python without it. "
-            'Install the extra: `pip install "eqtrain[bundle]"`.'
+            'Install the extra: `pip install "eqtrain[safetensors]"`.'
         ) from error
     return safetensors.numpy
 

@@ -64,6 +64,11 @@ class Structure:
     def shardings(self) -> tuple[Any, ...]:
         return tuple(aval.sharding for aval in self.avals)
 
+    @property
+    def key_impls(self) -> tuple[Any, ...]:
+        """Of which kind each array is that holds the words of a typed key; None for all others."""
+        return tuple(leaf.key_impl for leaf in self.static if isinstance(leaf, _Array))
+
     def unpack(self, leaves: tuple[Any, ...]) -> Parts:
         arrays = iter(leaves)
         flat = [

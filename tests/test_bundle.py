@@ -492,4 +492,4 @@ def test_without_safetensors_the_extra_is_named(saved: Any):
     process = run(WITHOUT, str(saved[0]))
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 2, output
-    assert output.count("\n") == 1 and 'pip install "eqtrain[bundle]"' in output
+    assert output.count("\n") == 1 and 'pip install "eqtrain[safetensors]"' in output
