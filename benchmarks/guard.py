@@ -15,7 +15,7 @@ are sharded over the batch, in two microbatches, float32, donated.
 | `user_checks` | `skip`, and two checks in the loss: one an example, one of the whole microbatch |
 | `replicas` | `skip`, and `replicas_every=1`: checksums of all copies after every step |
 | `replicas_100` | `skip`, and `replicas_every=100` |
-| `all_checks` | `user_checks`, and the classes float, index and division: every primitive is watched |
+| `all_checks` | `user_checks`, and `checks=` float, index, division: every primitive is watched |
 | `checkify` | JAX's `checkify` with all its checks around the whole of `off`'s loss, one device |
 
 `checkify` is there to compare `all_checks` with; it runs on one device, without accumulation, since

@@ -29,12 +29,12 @@ from .bundle_files import (
     BundleError,
     decode_batch,
     encode_batch,
-    on_host,
     plain,
     read_arrays,
-    versions,
     write_arrays,
 )
+from .extras import versions
+from .host import fetch_whole
 from .levels import written
 from .paths import named_leaves
 from .program import Program
@@ -171,8 +171,8 @@ def save_bundle(
         )
     batch_tree, batch_leaves = encode_batch(batch)
     # All processes gather, in the same order; only the first needs what comes of it.
-    state_arrays = dict(zip(ts.structure.names, map(on_host, ts.leaves), strict=True))
-    batch_arrays = {name: on_host(leaf) for name, leaf in batch_leaves.items()}
+    state_arrays = dict(zip(ts.structure.names, map(_copy, ts.leaves), strict=True))
+    batch_arrays = {name: _copy(leaf) for name, leaf in batch_leaves.items()}
     if len(state_arrays) != len(ts.leaves):
         raise BundleError(
             "A bundle stores leaves by name, so no two may share one. Got more leaves than names "
@@ -207,6 +207,10 @@ def save_bundle(
         shutil.rmtree(beside, ignore_errors=True)
         raise
     return folder
+
+
+def _copy(leaf: Any) -> np.ndarray:
+    return np.array(fetch_whole(leaf), order="C")
 
 
 def read_bundle(path: str | os.PathLike[str]) -> Bundle:

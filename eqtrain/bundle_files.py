@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import math
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import PyTree
+
+from .extras import extra
 
 # What safetensors reads back as a numpy array; the rest is stored as bytes.
 _NATIVE = frozenset(
@@ -27,37 +26,8 @@ class BundleError(ValueError):
     """A folder is no replay bundle, or does not match what it is to be restored to."""
 
 
-def safetensors() -> Any:
-    """The module that reads and writes safetensors as numpy arrays.
-
-    **Raises:** `ImportError` that names the extra.
-    """
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "Replay bundles are files of safetensors. Got a Python without it. "
-            'Install the extra: `pip install "eqtrain[safetensors]"`.'
-        ) from error
-    return safetensors.numpy
-
-
-def versions() -> dict[str, str]:
-    """The versions of what a step depends on."""
-    found = {"python": platform.python_version()}
-    for name in ("eqtrain", "jax", "equinox", "optax", "numpy"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"  # used from a folder
-    return found
-
-
-def on_host(leaf: Any) -> np.ndarray:
-    """A copy of an array on the host. All processes must call it, in the same order."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.array(leaf, order="C")
+def _safetensors() -> Any:
+    return extra("safetensors.numpy", "safetensors", "Replay bundles are files of safetensors.")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -66,7 +36,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]
         name: array if array.dtype.name in _NATIVE else np.frombuffer(array.tobytes(), np.uint8)
         for name, array in arrays.items()
     }
-    safetensors().save_file(stored, path)
+    _safetensors().save_file(stored, path)
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
@@ -88,7 +58,7 @@ def read_arrays(path: Path, file: Any, kinds: Any) -> dict[str, np.ndarray]:
             "A bundle's files must be what was written. "
             f"Got {path}, whose sha256 is another than its index says. {advice}"
         )
-    stored = safetensors().load_file(path)
+    stored = _safetensors().load_file(path)
     if stored.keys() != kinds.keys():
         raise KeyError(", ".join(sorted(stored.keys() ^ kinds.keys())))
     return {name: _as_kind(array, kinds[name]) for name, array in stored.items()}

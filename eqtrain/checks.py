@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,11 +21,11 @@ from jax import lax
 # No public names stand for these.
 from jax._src.checkify import check_batching_rule, check_p
 from jax._src.source_info_util import current_name_stack, user_context
-from jax._src.traceback_util import filter_traceback
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import batching
 from jaxtyping import Array, PyTree
 
+from .explain.source import Frame, user_frames
 from .varying import vary, varying
 
 # What a check was given: whether it failed, its number, and the values in its message.
@@ -37,16 +36,13 @@ Given = tuple[Array, ...]
 class CheckSite:
     """A check of the loss.
 
-    **Fields:** `text`, its message before values are put in; `file`, `line`, `function` and `code`
-    of the user's own source; `loops`, in how many loops it stands; and `tree`, which says how what
-    it was given makes an error of JAX's.
+    **Fields:** `text`, its message before values are put in; `frames`, the user's code, the
+    innermost call first; `loops`, in how many loops it stands; and `tree`, which says how what it
+    was given makes an error of JAX's.
     """
 
     text: str
-    file: str
-    line: int
-    function: str
-    code: str
+    frames: tuple[Frame, ...]
     loops: int = dataclasses.field(default=0, kw_only=True)
     # Numbered anew each time it is traced.
     tree: Any = dataclasses.field(compare=False)
@@ -96,14 +92,13 @@ def with_checks(
     return eqx.combine(out, out_static), tuple(found.given), tuple(found.sites)
 
 
-def _site(tree: Any, given: Given) -> CheckSite:
+def _site(equation: Any, given: Given) -> CheckSite:
+    tree = equation.params["err_tree"]
     error = jax.tree.unflatten(tree, given)
-    effect, payload = next(iter(error._payload.items()))
+    payload = next(iter(error._payload.values()))
     described = jax.tree.unflatten(next(iter(error._metadata.values())), payload)
-    frames = filter_traceback(described.traceback_info.as_python_traceback())
-    *_, frame = traceback.extract_tb(frames)
-    text = getattr(described, "fmt_string", str(effect.error_type.__name__))
-    return CheckSite(text, frame.filename, frame.lineno or 0, frame.name, frame.line or "", tree)
+    text = getattr(described, "fmt_string", type(described).__name__)
+    return CheckSite(text, user_frames(equation), tree)
 
 
 def without_checks(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
@@ -143,7 +138,7 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, found: _Found) -> list[Any]:
         with user_context(info.traceback, name_stack=stack), equation.ctx.manager:
             if equation.primitive is check_p:
                 found.given.append(tuple(map(jnp.asarray, values)))
-                found.sites.append(_site(equation.params["err_tree"], found.given[-1]))
+                found.sites.append(_site(equation, found.given[-1]))
                 out = []
             elif any(inner.effects for inner in jaxprs_in_params(equation.params)):
                 out = _evaluate_inside(equation, values, found)

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Array, Int
 
+from .failures import Failure, coordinates, failures
 from .findings import Findings
+from .host import fetch_whole
 from .sharding.placement import Layout
 from .sharding.replicas import holders, outliers
 from .state import Structure
@@ -77,50 +78,6 @@ def read_flag(code: Any) -> np.ndarray:
     return np.asarray(code).reshape(-1, 2)
 
 
-def fetch_local(tree: Any) -> Any:
-    """Arrays as numpy on every process, wherever they lie. All processes have to call it."""
-
-    def fetch(x: Any) -> np.ndarray:
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-        return np.asarray(x)
-
-    return jax.tree.map(fetch, tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """One check that failed.
-
-    **Fields:** the `message`; `file`, `line`, `function` and `code` of the user's source; `device`,
-    its coordinates on the mesh; `microbatch`; `example`, the row of the global batch if the check
-    is one of each example; `index`, where else it stood, such as the turn of a loop.
-    """
-
-    message: str
-    file: str
-    line: int
-    function: str
-    code: str
-    device: dict[str, int]
-    microbatch: int
-    example: int | None
-    index: tuple[int, ...]
-
-    def __str__(self) -> str:
-        where = [f"device {_coordinates(self.device)}"] if self.device else []
-        where.append(f"microbatch {self.microbatch}")
-        if self.example is not None:
-            where.append(f"example {self.example} of the global batch")
-        if self.index:
-            where.append(f"index {list(self.index)}")
-        return f"{self.message} at {self.file}:{self.line}: `{self.code}` ({', '.join(where)})"
-
-
-def _coordinates(device: dict[str, int]) -> str:
-    return ", ".join(f"{axis}={place}" for axis, place in device.items())
-
-
 @dataclasses.dataclass(frozen=True)
 class Trip:
     """A step that tripped its guard.
@@ -169,7 +126,7 @@ class Trip:
 
     def _apart(self) -> str:
         named = [
-            f"`{leaf}` on device {' and '.join(f'({_coordinates(place)})' for place in places)}"
+            f"`{leaf}` on device {' and '.join(f'({place_text(place)})' for place in places)}"
             for leaf, places in self.apart[:3]
         ]
         more = len(self.apart) - len(named)
@@ -191,8 +148,8 @@ def read_trips(
     alarm: Alarm, codes: np.ndarray, call: int, layout: Layout | None, structure: Structure
 ) -> list[Trip]:
     """The steps of one call that tripped. All processes have to call it."""
-    numbers = fetch_local(alarm.numbers).reshape(-1, 4)
-    findings = fetch_local(alarm.findings)
+    numbers = fetch_whole(alarm.numbers).reshape(-1, 4)
+    findings = fetch_whole(alarm.findings)
     several = np.ndim(alarm.code) == 2
     trips = []
     for index in np.flatnonzero(codes[:, 0]):
@@ -220,52 +177,5 @@ def _apart(alarm: Alarm, layout: Layout | None, structure: Structure) -> Any:
     groups = holders(layout.mesh, [sharding.spec for sharding in structure.shardings])
     return tuple(
         (structure.names[leaf], tuple(coordinates(device, layout) for device in devices))
-        for leaf, devices in outliers(fetch_local(alarm.checksums), groups)
+        for leaf, devices in outliers(fetch_whole(alarm.checksums), groups)
     )
-
-
-def failures(findings: Findings | None, layout: Layout | None) -> tuple[Failure, ...]:
-    """The checks that failed, by device, microbatch and example."""
-    found = []
-    if findings is not None:
-        for site, given in zip(findings.sites, findings.checks, strict=True):
-            _, num_microbatches, *dims = given[0].shape
-            for (device, microbatch, *index), error in site.errors(given):
-                example = None
-                if dims[site.loops : site.loops + 1] == [findings.rows]:
-                    part = part_of_rows(device, layout) * num_microbatches + microbatch
-                    example = part * findings.rows + index.pop(site.loops)
-                found.append(
-                    Failure(
-                        str(error),
-                        site.file,
-                        site.line,
-                        site.function,
-                        site.code,
-                        coordinates(device, layout),
-                        microbatch,
-                        example,
-                        tuple(index),
-                    )
-                )
-    return tuple(found)
-
-
-def coordinates(device: int, layout: Layout | None) -> dict[str, int]:
-    """Where on the mesh the device of that number lies."""
-    if layout is None:
-        return {}
-    axes = layout.mesh.axis_names
-    places = np.unravel_index(device, [layout.mesh.shape[axis] for axis in axes])
-    return {axis: int(place) for axis, place in zip(axes, places, strict=True)}
-
-
-def part_of_rows(device: int, layout: Layout | None) -> int:
-    """Which part of the global batch's rows that device has."""
-    if layout is None:
-        return 0
-    place = coordinates(device, layout)
-    part = 0
-    for axis in layout.example_axes:
-        part = part * layout.mesh.shape[axis] + place[axis]
-    return part

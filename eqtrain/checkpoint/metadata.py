@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import platform
 import time
 from collections.abc import Mapping
-from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from ..extras import versions
 from ..levels import Level
 from ..state import Structure
 from .error import CheckpointError
@@ -23,7 +21,6 @@ from .integrity import damaged
 META = "meta"
 FILE = "metadata.json"
 FORMAT = 1
-_PACKAGES = ("eqtrain", "jax", "jaxlib", "equinox", "optax", "numpy", "orbax-checkpoint")
 # What decides which rows form a batch, where a loader has it.
 _ORDER = ("seed", "shuffle", "num_rows", "remainder")
 
@@ -89,7 +86,7 @@ def describe(
         leaves=leaves_of(structure),
         mesh=dict(meshes[0].shape) if meshes else None,
         chain=() if program is None else tuple(link.source for link in program.chain),
-        versions={"python": platform.python_version(), **_versions()},
+        versions=versions(),
         processes=jax.process_count(),
         saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         order=order_of(loader),
@@ -230,15 +227,3 @@ def _spec(sharding: Any) -> tuple[tuple[str, ...], ...] | None:
         () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         for entry in sharding.spec
     )
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    """Read once: reading them takes longer than all else that a save does in the loop."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = packages.version(name)
-        except packages.PackageNotFoundError:  # used from a checkout that is not installed
-            found[name] = "unknown"
-    return found

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ..extras import extra
 from .integrity import SUMS, checksum_lines, files_in, write_synced
 from .metadata import FILE, META
 
@@ -23,14 +24,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 def orbax() -> ModuleType:
     """Orbax, imported when it is first used. **Raises:** `ImportError` that names the extra."""
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as error:
-        raise ImportError(
-            "Checkpoints are written and read by Orbax. It is not installed. "
-            "Run `pip install 'eqtrain[checkpoint]'`."
-        ) from error
-    return ocp
+    return extra("orbax.checkpoint", "checkpoint", "Checkpoints are written and read by Orbax.")
 
 
 class Writer:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..extras import extra
 from ..paths import named_leaves
 from ..state import kind
 
@@ -119,15 +120,9 @@ def read_weights(model: PyTree, path: str | os.PathLike[str]) -> PyTree:
 
 
 def _safetensors() -> ModuleType:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "Weights are written and read by safetensors. It is not installed. "
-            "Run `pip install 'eqtrain[safetensors]'`."
-        ) from error
-    return safetensors
+    use = "Weights are written and read by safetensors."
+    extra("safetensors.numpy", "safetensors", use)  # which the package leaves out
+    return extra("safetensors", "safetensors", use)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..extras import extra
 from .loader import Loader
 from .resumable import loop
 
@@ -99,13 +100,7 @@ class Workers:
                 f"Got num_workers={num_workers} and depth={depth}. "
                 "Without workers, use the loader itself."
             )
-        try:
-            import grain  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "Processes that read batches are Grain's, which is not installed. "
-                'Use `pip install "eqtrain[grain]"`, or `num_threads` of the loader.'
-            ) from error
+        extra("grain", "grain", "Processes that read batches are Grain's.")
         self._loader = loader
         self._num_workers = num_workers
         self._depth = depth

@@ -16,6 +16,13 @@ KINDS = {
     "index": "an index out of bounds",
     "division": "a division by zero",
 }
+# Where no primitive of the loss or its gradients is to blame.
+WITHOUT_PRIMITIVE = {
+    "check": "a check of the loss failed",
+    "update": "the optimizer made parameters that are not finite of gradients that are",
+    "norm": "the gradients are finite, and the sum of their squares is not",
+    "nothing": "nothing went wrong",
+}
 COLUMNS = ("tensor", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
 
 
@@ -25,7 +32,8 @@ class Explanation:
 
     **Fields:**
 
-    - `kind`, `primitive`, `direction`: as `Fault` has them.
+    - `kind`, `primitive`, `direction`: as `Fault` has them. Where none of them is to blame, `kind`
+      is `"check"`, `"update"`, `"norm"` or `"nothing"`.
     - `frames`: the user's code, the innermost call first; `file`, `line`, `function` and `code` are
       of that one, None where an argument was bad from the start.
     - `loops`: each loop around it, such as the scan over layers, and the step in it.
@@ -35,6 +43,7 @@ class Explanation:
     - `microbatch`: its number.
     - `rows`: which rows of the global batch are to blame; None where it was not tried.
     - `others`: faults that this one does not explain, or that follow from it, a line each.
+    - `notes`: what else there is to say, a line each.
     """
 
     kind: str
@@ -50,6 +59,7 @@ class Explanation:
     microbatch: int | None = None
     rows: RowBlame | None = None
     others: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def file(self) -> str | None:
@@ -100,7 +110,9 @@ class Explanation:
 
     def _lines(self) -> list[str]:
         named = f" ({', '.join(self.leaves)})" if self.leaves else ""
-        if self.primitive == "input":
+        if self.kind in WITHOUT_PRIMITIVE:
+            what = WITHOUT_PRIMITIVE[self.kind]
+        elif self.primitive == "input":
             what = f"{KINDS[self.kind]} was passed in{named}"
         else:
             what = (
@@ -121,7 +133,9 @@ class Explanation:
             f"where 0 to {bad.largest} are allowed"
             for bad in self.indices
         ]
-        return lines + self._row_lines() + [f"  also: {other}" for other in self.others]
+        lines += self._row_lines()
+        lines += [f"  also: {other}" for other in self.others]
+        return lines + [f"  {note}" for note in self.notes]
 
     def _row_lines(self) -> list[str]:
         if self.rows is None:
@@ -146,6 +160,7 @@ def describe(
     microbatch: int | None = None,
     rows: RowBlame | None = None,
     others: tuple[Fault, ...] = (),
+    notes: tuple[str, ...] = (),
 ) -> Explanation:
     """Puts together what is known of a fault; arguments as the fields of `Explanation`."""
     measured = statistics or Statistics()
@@ -163,6 +178,7 @@ def describe(
         microbatch,
         rows,
         tuple(map(_summary, others)),
+        notes,
     )
 
 

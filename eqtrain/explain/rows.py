@@ -46,6 +46,12 @@ def blame_rows(
       the search itself.
 
     **Returns:** a `RowBlame`, empty if the whole batch does not fail.
+
+    ```python
+    >>> blame_rows(lambda rows: 5 in rows or {2, 9} <= set(rows), 16)
+    RowBlame(rows=(5,), together=((2, 9),), calls=22, complete=True)
+
+    ```
     """
     known: dict[Rows, bool] = {}
 

@@ -13,33 +13,25 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..contribution import batch_size
-from ..findings import Findings, Watch
+from ..failures import Failure, coordinates, failures
+from ..findings import Findings
+from ..host import fetch_whole
 from ..paths import named_leaves
 from ..state import Structure, TrainState
 from ..step import Look, Step
-from ..trips import Failure, coordinates, failures, fetch_local
 from .blame import Fault, all_faults
 from .explanation import Explanation, describe
 from .plan import Site
 from .probe import statistics
 from .rows import RowBlame, blame_rows
-from .source import Frame
-from .watch import watch
+from .watch import watching
 
 # Each trial is a step; a bad row among a thousand takes twenty.
 MAX_TRIALS = 128
-
-
-def watching(probe: Site | None = None) -> Watch:
-    """Looks on at the innermost function of a chain, whose inputs are named."""
-
-    def look(run: Callable[[dict[str, PyTree]], PyTree], inputs: dict[str, PyTree]) -> Any:
-        def positional(*values: PyTree) -> PyTree:
-            return run(dict(zip(inputs, values, strict=True)))
-
-        return watch(positional, names=tuple(inputs), probe=probe)(*inputs.values())
-
-    return look
+_NEEDS_BEFORE = (
+    "the step that made it is an earlier one; to explain that, the state from before the first bad "
+    'step is needed, which `guard(nonfinite="skip")` keeps and "raise" hands over as `error.state`',
+)
 
 
 @dataclasses.dataclass
@@ -77,7 +69,7 @@ def make_replay(step: Step, structure: Structure, probe: Site | None = None) -> 
 
     def call(leaves: tuple[Array, ...], batch: PyTree, number: int, rows: tuple[int, ...]) -> Seen:
         out = run(leaves, batch, np.int32(number), np.array(rows, np.int32))
-        findings, loss, norm, ruined = fetch_local(out)
+        findings, loss, norm, ruined = fetch_whole(out)
         return Seen(findings, loss, norm, dict(zip(names, ruined, strict=True)))
 
     return call
@@ -115,6 +107,14 @@ def explain_step(
         microbatch=microbatch,
         rows=_blame(fails, len(all_rows)),
         others=tuple(others),
+        notes=_NEEDS_BEFORE if _given_with_state(fault) else (),
+    )
+
+
+def _given_with_state(fault: Fault) -> bool:
+    names = [fault.name_of(operand.name) or "" for operand in fault.site.outputs]
+    return fault.site.primitive == "input" and any(
+        name.split(".")[0] in ("model", "state") for name in names
     )
 
 
@@ -135,15 +135,18 @@ def _blame(fails: Callable[[tuple[int, ...]], bool], num_rows: int) -> RowBlame:
 
 def _without_fault(step: Step, seen: Seen, number: int) -> Explanation:
     """What is left where the loss and its gradients are as they should be."""
-    failed = failures(seen.findings, step.layout)
+    failed = failures(dataclasses.replace(seen.findings, flags=None), step.layout)
     if failed:
         return _of_checks(failed)
-    numbers = f"the loss is {seen.loss:g}, the norm of the gradients {seen.grad_norm:g}"
+    numbers = f"in step {number} the loss is {seen.loss:g}, the norm of the gradients "
+    numbers += f"{seen.grad_norm:g}"
     ruined = [name for name, bad in seen.ruined.items() if bad]
     if ruined:
         leaves = tuple(f"`model.{name}` is not finite after the update" for name in ruined)
-        return Explanation("update", "optimizer", "update", others=(numbers, *leaves))
-    return Explanation("nothing", "", "", others=(f"in step {number} {numbers}",))
+        return Explanation("update", "optimizer", "update", notes=(numbers, *leaves))
+    if not np.isfinite(seen.grad_norm):
+        return Explanation("norm", "optimizer", "update", notes=(numbers,))
+    return Explanation("nothing", "", "", notes=(numbers,))
 
 
 def _of_checks(failed: tuple[Failure, ...]) -> Explanation:
@@ -153,10 +156,10 @@ def _of_checks(failed: tuple[Failure, ...]) -> Explanation:
         "check",
         "check",
         "forward",
-        (Frame(first.file, first.line, first.function),),
+        first.frames,
         device=first.device,
         num_devices=len({tuple(failure.device.items()) for failure in failed}),
         microbatch=first.microbatch,
         rows=RowBlame(tuple(sorted(rows))) if rows else None,
-        others=tuple(failure.message for failure in failed),
+        notes=tuple(dict.fromkeys(failure.message for failure in failed)),
     )

@@ -42,6 +42,19 @@ def watch(
 
     **Returns:** a function of the same arguments that returns `(f(*args), flags)`. `f` may return
     what is no array.
+
+    **Raises:** `ValueError`, when called, for another number of names than of arguments.
+
+    ```python
+    >>> def loss(params, x):
+    ...     return jnp.log(params * x).sum()
+    >>> watched = jax.jit(watch(jax.value_and_grad(loss), names=("params", "x")))
+    >>> _, flags = watched(jnp.ones(2), jnp.array([1.0, -1.0]))
+    >>> fault = first_fault(flags)
+    >>> fault.kind, fault.site.primitive, fault.direction
+    ('nan', 'log', 'forward')
+
+    ```
     """
 
     def watched(*args: Any) -> tuple[PyTree, Flags]:
@@ -90,6 +103,18 @@ def watch(
         return eqx.combine(treedef.unflatten(leaves), static), Flags(record, plans[0])
 
     return watched
+
+
+def watching(probe: Site | None = None) -> Callable[..., Any]:
+    """A look at the innermost function of a chain, whose inputs are named: see `findings.Watch`."""
+
+    def look(run: Callable[[dict[str, PyTree]], PyTree], inputs: dict[str, PyTree]) -> Any:
+        def positional(*values: PyTree) -> PyTree:
+            return run(dict(zip(inputs, values, strict=True)))
+
+        return watch(positional, names=tuple(inputs), probe=probe)(*inputs.values())
+
+    return look
 
 
 def is_array(value: Any) -> bool:

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
+from ..explain.classes import CLASSES, set_off
+from ..explain.watch import watching
+from ..extras import extra
 from ..levels import Link, once
 from ..metrics import Sum, map_metrics
 from ..spikes import Spike
@@ -30,7 +33,7 @@ from ..step import (
 )
 from ..trips import Trip, make_alarm
 
-CHECKS = ("user",)
+CHECKS = ("user", *CLASSES)
 
 
 def guard(
@@ -61,7 +64,11 @@ def guard(
 
     - `nonfinite`: what happens to a bad step. `"skip"` goes on with the next batch; `"raise"`
       raises, with the TrainState from before the failure as `error.state`; `"ignore"` only counts.
-    - `checks`: which checks a step makes: `"user"`, those of the loss, or `()` for none.
+    - `checks`: which checks a step makes, one name or several: `"user"`, those of the loss;
+      `"float"`, that no primitive makes a NaN, in the backward pass either, though nothing came of
+      it; `"index"`, that no index is out of bounds, where JAX clips it; `"division"`, that no
+      integer is divided by zero. All but the first watch every primitive, at the price that
+      docs/guard.md gives. `()` is none.
     - `max_consecutive`: so many skipped steps in a row raise.
     - `spike`: records steps whose loss or gradients stand out, or skips them.
     - `replicas_every`: after so many steps a checksum of every array that several devices hold is
@@ -107,7 +114,10 @@ def guard(
             "Spikes are skipped where bad steps are. "
             f"Got `Spike(skip=True)` with nonfinite={nonfinite!r}. Use 'skip', or only record them."
         )
-    guarding = _Guarding(nonfinite, max_consecutive, spike, bundles is not None)
+    if bundles is not None:  # better now than when the first step trips
+        extra("safetensors.numpy", "safetensors", "Replay bundles are files of safetensors.")
+    classes = tuple(name for name in chosen if name != "user")
+    guarding = _Guarding(nonfinite, max_consecutive, spike, bundles is not None, classes)
     source = f'et.guard(nonfinite="{nonfinite}")'
 
     def transform(given: Any) -> Step:
@@ -131,7 +141,7 @@ def guard(
             chain=(*step.chain, Link(source, Step)),
             wrapped=given,
             layers=(*step.layers, layer),
-            look=Look(checks="user" in chosen),
+            look=Look(checks="user" in chosen, watch=watching() if classes else None),
             replicas_every=replicas_every,
             bundles=None if bundles is None else os.fspath(bundles),
         )
@@ -156,6 +166,7 @@ class _Guarding:
     max_consecutive: int
     spike: Spike | None
     waits: bool
+    classes: tuple[str, ...]
 
     def begin(self, parts: Parts) -> Parts:
         counts: dict[str, Any] = {
@@ -188,6 +199,8 @@ class _Guarding:
         }
         if outcome.findings is not None:
             causes["check"] = outcome.findings.failed()
+            if self.classes:
+                causes["check"] = causes["check"] | set_off(outcome.findings.flags, self.classes)
         limits = (jnp.full((), jnp.inf),) * 2
         metrics = dict(outcome.metrics)
         if self.spike is not None:

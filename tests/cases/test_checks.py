@@ -103,8 +103,9 @@ def test_the_text_and_the_line_are_the_users_own(chain):
     for failure in trip.failures:
         assert failure.example is not None
         assert f"want x > 0, got {BAD[failure.example]}" in failure.message
-        assert (failure.file, failure.line) == (__file__, line_of(checked_log))
-        assert failure.code.startswith('checkify.check(x > 0, "want x > 0')
+        frame = failure.frames[0]
+        assert (frame.file, frame.line) == (__file__, line_of(checked_log))
+        assert frame.code.startswith('checkify.check(x > 0, "want x > 0')
         assert str(failure) in str(trip)
     assert "example 12 of the global batch" in str(trip)
 
@@ -147,7 +148,7 @@ def in_cond(w: Any, state: Any, batch: Any, key: Any) -> Any:
 def test_a_check_may_stand_anywhere(stands, chain):
     (trip,) = trips_of(program_of(*CHAINS[chain][0], loss=stands))
     assert {failure.example for failure in trip.failures} == set(BAD)
-    assert {failure.line for failure in trip.failures} == {line_of(checked_log)}
+    assert {failure.frames[0].line for failure in trip.failures} == {line_of(checked_log)}
 
 
 @pytest.mark.parametrize("chain", ["alone", "shard_outside"])

@@ -120,5 +120,5 @@ for action in (
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert "pip install 'eqtrain[checkpoint]'" in result.stdout
-    assert "pip install 'eqtrain[safetensors]'" in result.stdout
+    assert 'pip install "eqtrain[checkpoint]"' in result.stdout
+    assert 'pip install "eqtrain[safetensors]"' in result.stdout

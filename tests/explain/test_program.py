@@ -72,7 +72,7 @@ def batch_with(**bad: float) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    shard = et.shard(et.mesh(data=4, model=2), batch=P("data"), model=et.fsdp("data", min_size=1))
+    shard = et.shard(et.mesh(data=4, model=2), batch=P("data"), model=et.fsdp("data", min_size=2))
     return et.pipe(loss, et.accumulate(2), shard, et.update(optax.adam(0.1)), et.guard, et.donate)
 
 
@@ -188,6 +188,7 @@ def test_the_step_is_that_which_failed_and_so_are_its_keys():
     ]
     worst = [int(draw.argmin()) for draw in draws]
     bad = next(i for i in range(1, 4) if worst[i] != worst[i - 1] and i < 3)
+    metrics, batch = {}, {}
     for i in range(bad + 1):
         # Just one row is below the limit, and only in this step.
         limit = np.sort(draws[i])[:2].mean() if i == bad else -1.0
