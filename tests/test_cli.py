@@ -132,7 +132,7 @@ def test_what_was_given_and_is_not_finite_is_named(user: Path, tmp_path: Path, c
     assert explain(str(path), "--loss", "train_of_user:loss") == 0
     out = capsys.readouterr().out
     assert "was passed in (model.w)" in out
-    assert "also: the first NaN of `input` (batch.y)" in out
+    assert "also: the first NaN was passed in (batch.y)" in out
 
 
 def test_another_setting_is_told(user: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):

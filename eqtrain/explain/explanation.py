@@ -193,6 +193,9 @@ def render(explanation: Explanation) -> None:
 
 
 def _summary(fault: Fault) -> str:
+    if fault.site.primitive == "input":
+        names = [fault.name_of(operand.name) or "an input" for operand in fault.site.outputs]
+        return f"{KINDS[fault.kind]} was passed in ({', '.join(names)})"
     where = f" at {fault.site.frames[0]}" if fault.site.frames else ""
     return f"{KINDS[fault.kind]} of `{fault.site.primitive}`{where} ({fault.direction})"
 

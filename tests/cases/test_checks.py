@@ -332,3 +332,50 @@ def test_jax_itself_checks_as_before():
     error, _ = jax.jit(checkify.checkify(jax.vmap(checked_log)))(BATCH["x"])
     text = error.get()
     assert text is not None and text.count("want x > 0") == 1
+
+
+# The other classes watch every primitive.
+
+
+@pytest.mark.parametrize("chain", ["alone", "all"])
+@pytest.mark.parametrize("name", ["float", "index", "division"])
+def test_each_class_names_the_primitive_and_the_line(name, chain):
+    def planted(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        x = batch["x"]
+        masked = jnp.where(x > 0, jnp.log(x), 0)  # float
+        table = jnp.take(jnp.arange(20.0), batch["index"], mode="clip")  # index
+        cut = (60 // batch["divisor"]).astype("float32")  # division
+        return et.mean(w * (masked + table.astype(x.dtype) + cut.astype(x.dtype))), state, {}
+
+    fine = {
+        "x": GOOD_BATCH["x"],
+        "index": np.arange(ROWS, dtype=np.int32),
+        "divisor": np.ones(ROWS, np.int32),
+    }
+    bad = {"float": ("x", -1), "index": ("index", 99), "division": ("divisor", 0)}
+    entry, value = bad[name]
+    batch = {**fine, entry: np.where(np.arange(ROWS) == 12, value, fine[entry])}
+    batch[entry] = batch[entry].astype(fine[entry].dtype)
+    transforms, devices, microbatches = CHAINS[chain]
+    program = program_of(*transforms, loss=planted, guard=et.guard(checks=["user", name]))
+    ts, metrics = program(start(program), fine)
+    assert float(metrics["skipped"]) == 0
+    ts, metrics = program(ts, batch)
+    program.check(ts)
+    assert float(metrics["skipped"]) == 1
+    (trip,) = program.trips
+    assert {failure.frames[0].line for failure in trip.failures} == {line_of(planted, f"# {name}")}
+    local = ROWS // devices
+    for failure in trip.failures:
+        assert failure.microbatch == 12 % local * microbatches // local
+        assert failure.device.get("data") == (12 // local if devices > 1 else None)
+
+
+def test_a_nan_that_nothing_comes_of_is_none_for_the_user_checks_alone():
+    def masked(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        safe = jnp.where(batch["x"] > 0, jnp.log(lax.stop_gradient(batch["x"])), 0)
+        return et.mean(w * safe), state, {}
+
+    assert trips_of(program_of(loss=masked)) == ()
+    (trip,) = trips_of(program_of(loss=masked, guard=et.guard(checks="float")))
+    assert [failure.message for failure in trip.failures] == ["a NaN was made by `log`"]

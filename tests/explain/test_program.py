@@ -32,8 +32,8 @@ def loss(model: Any, state: Any, batch: Any, key: Any) -> Any:
     logarithm = jnp.log(batch["z"])  # logarithm
     positive = batch["r"] * model["gain"] ** 2
     root = jnp.where(positive > 0, jnp.sqrt(positive), 0.0)  # root
-    shard = lax.axis_index("model")
-    on_shard = lax.psum(jnp.log(1.0 + batch["q"] * (1 - 2 * shard)), "model")  # shard
+    shard = lax.axis_index("model").astype("float32")
+    on_shard = lax.psum(jnp.log(1.0 + batch["q"] * (1.0 - 2.0 * shard)), "model")  # shard
     jax.vmap(lambda x: checkify.check(x < 100, "x is {x}", x=x))(batch["c"])  # check
     total = h.sum(-1) + narrow.sum(-1).astype("float32") + logarithm + root + on_shard
     return et.mean(total), state, {}
@@ -84,8 +84,7 @@ def started(program: Any) -> et.TrainState:
 
 def tripped(program: Any, started: et.TrainState, batch: Any) -> et.TrainState:
     """What a donating step that was skipped gives back."""
-    ts = started.replace(model=jax.tree.map(jnp.copy, started.model))
-    ts, metrics = program(ts, batch)
+    ts, metrics = program(jax.tree.map(jnp.copy, started), batch)
     assert float(metrics["skipped"]) == 1
     return ts
 
@@ -93,9 +92,9 @@ def tripped(program: Any, started: et.TrainState, batch: Any) -> et.TrainState:
 # What sets it off, and what is to be said: the kind, the primitive, where, and which leaf went in.
 PLANTS = {
     "logarithm": ({"z": -1.0}, "nan", "log", "forward", ("batch.z",)),
-    "normalise": ({"scale": 0.0}, "nan", "div", "forward", ()),
+    "normalise": ({"scale": 0.0}, "division", "div", "forward", ()),
     "narrow": ({"x": 3e38}, "inf", "dot_general", "forward", ("batch.x", "model.w")),
-    "root": ({"r": 0.0}, "inf", "div", "backward", ()),
+    "root": ({"r": 0.0}, "division", "div", "backward", ()),
     "shard": ({"q": 2.0}, "nan", "log", "forward", ()),
 }
 
@@ -129,12 +128,11 @@ def test_an_index_out_of_range_is_found_though_nothing_is_nan(program, started):
 
 
 def test_parameters_that_a_learning_rate_ruined_are_no_fault_of_a_row(program, started):
-    model = {**started.model, "w": started.model["w"] * 1e30}
+    model = {**started.model, "w": started.model["w"] * 2e38}
     batch = batch_with()
-    ts, metrics = program(started.replace(model=model), batch)
-    assert float(metrics["skipped"]) == 1
+    ts = tripped(program, started.replace(model=model), batch)
     found = program.explain(ts, batch)
-    assert (found.kind, found.line) == ("inf", line_of("product") + 1)
+    assert (found.kind, found.line) == ("inf", line_of("product"))
     assert found.rows is not None and found.rows.rows == ()
     assert "no rows" in str(found)
 
