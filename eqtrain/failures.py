@@ -37,7 +37,8 @@ class Failure:
             where.append(f"example {self.example} of the global batch")
         if self.index:
             where.append(f"index {list(self.index)}")
-        line = f" at {self.frames[0]}: `{self.frames[0].code}`" if self.frames else ""
+        line = f" at {self.frames[0]}" if self.frames else ""
+        line += f": `{self.frames[0].code}`" if self.frames and self.frames[0].code else ""
         return f"{self.message}{line} ({', '.join(where)})"
 
 

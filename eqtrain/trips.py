@@ -113,7 +113,9 @@ class Trip:
             "loss": f"the loss was {self.loss:g}",
             "gradients": f"the norm of the gradients was {self.grad_norm:g}",
             "update": "the new parameters were not finite",
-            "check": f"{len(self.failures)} checks failed",
+            "check": f"{len(self.failures)} checks failed"
+            if self.failures[1:]
+            else "a check failed",
             "spike": self._spike(),
             "replicas": f"copies differ of {self._apart()}",
         }

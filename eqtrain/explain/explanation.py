@@ -120,7 +120,8 @@ class Explanation:
             )
         lines = [what[0].upper() + what[1:]]
         for number, frame in enumerate(self.frames):
-            lines += [f"  {'at' if number == 0 else 'from'} {frame}", f"      {frame.code}"]
+            lines.append(f"  {'at' if number == 0 else 'from'} {frame}")
+            lines += [f"      {frame.code}"] if frame.code else []
         lines += [f"  step {step} of the {loop} around it" for loop, step in self.loops]
         where = [f"{axis}={place}" for axis, place in self.device.items()]
         if where:
