@@ -6,8 +6,8 @@ Takes about 3 seconds a kill on two cores. Runs on the CPU; needs the extra `che
 
 A child process trains a small network with all that carries something from step to step: dropout,
 BatchNorm, an average of the parameters, a schedule, momentum, a float16 loss scale that grows and
-shrinks, accumulation, a guard, and a shuffled loader with a padded last batch behind a prefetch. It
-saves every third step. It is killed by SIGKILL at a random moment: nine times of ten while it
+shrinks, accumulation, a guard, and a shuffled loader of packed sequences, with a padded last batch,
+behind a prefetch. It saves every third step. It is killed by SIGKILL at a random moment: nine times of ten while it
 trains and saves, else while it starts, compiles and restores. Then it is started again in the same
 folder, with another prefetch depth, until it comes to its end; and then the next run begins, until
 there were so many kills.
@@ -41,28 +41,35 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ROWS, BATCH, WIDTH, CLASSES = 52, 8, 16, 4
+ROWS, BATCH, WIDTH, CLASSES = 140, 8, 16, 4
+# Rows of 1 to 6 tokens are packed into sequences of so many.
+LENGTH = 8
 SAVE_EVERY = 3
 STEPS = 150
 # The longest that a child trains before it is killed, and the time that it takes to start.
 LONGEST, START = 0.3, 4.0
 
 
-def make_source() -> dict[str, Any]:
+def make_source() -> list[dict[str, Any]]:
+    """Rows of several tokens, each of which knows its row."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    return {
-        "id": np.arange(ROWS, dtype=np.int32),
-        "x": rng.normal(size=(ROWS, WIDTH)).astype(np.float32),
-        "label": rng.integers(0, CLASSES, ROWS).astype(np.int32),
-    }
+    return [
+        {
+            "id": np.full(length, row, np.int32),
+            "x": rng.normal(size=(length, WIDTH)).astype(np.float32),
+            "label": rng.integers(0, CLASSES, length).astype(np.int32),
+        }
+        for row, length in enumerate(rng.integers(1, 7, ROWS))
+    ]
 
 
 def make_loader(epochs: int | None = None) -> Any:
     import eqtrain as et
 
-    return et.data.Loader(make_source(), batch_size=BATCH, seed=5, epochs=epochs)
+    packed = et.data.pack(make_source(), LENGTH, pad={"id": -1, "x": 0, "label": 0})
+    return et.data.Loader(packed, batch_size=BATCH, seed=5, epochs=epochs)
 
 
 def make_network(key: Any) -> Any:
@@ -102,12 +109,14 @@ def make_program(*, mesh: Any = None) -> Any:
     import eqtrain as et
 
     def loss(model: Any, state: Any, batch: Any, key: Any) -> Any:
-        hidden = jax.vmap(model.first)(batch["x"])
-        hidden, state = model.norm(hidden, state, where=batch["weight"])
-        hidden = et.dropout(jax.nn.relu(hidden), 0.2, key=key)
-        logits = jax.vmap(model.second)(hidden).astype(jnp.float32)
+        tokens, positions = batch["x"], batch["positions"].astype(batch["x"].dtype)
+        counts = batch["weight"][:, None] * (batch["segment_ids"] > 0)
+        hidden = jax.vmap(jax.vmap(model.first))(tokens + 0.1 * positions[:, :, None])
+        flat, state = model.norm(hidden.reshape(-1, WIDTH), state, where=counts.reshape(-1))
+        hidden = et.dropout(jax.nn.relu(flat.reshape(hidden.shape)), 0.2, key=key)
+        logits = jax.vmap(jax.vmap(model.second))(hidden).astype(jnp.float32)
         error = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return et.mean(error, where=batch["weight"]), state, {}
+        return et.mean(error, where=counts), state, {}
 
     schedule = optax.cosine_decay_schedule(0.1, 100)
     # Grows often, so that it also overflows and shrinks.
@@ -159,7 +168,8 @@ def train(folder: Path, steps: int, depth: int) -> None:
             while step < steps:
                 batch = next(batches)
                 # Read now, since what is donated is gone.
-                ids = batch["id"][batch["weight"] > 0].tolist()
+                counts = (batch["weight"][:, None] > 0) & (batch["segment_ids"] > 0)
+                ids = batch["id"][counts].tolist()
                 ts, metrics = program(ts, batch)
                 step += 1
                 note(step=step, loss=et.fetch(metrics)["loss"].hex(), ids=ids)

@@ -13,16 +13,22 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 def checksum(x: Array) -> UInt32[Array, ""]:
     """A sum of the bits of an array in which every place weighs differently, modulo 2**32."""
-    bits = lax.bitcast_convert_type(x.view(jnp.uint8) if x.dtype == bool else x, _unsigned(x))
-    words = bits.reshape(-1).astype(jnp.uint32)
-    if x.dtype.itemsize == 8:
-        words = jnp.concatenate([words, (bits.reshape(-1) >> 32).astype(jnp.uint32)])
+    words = _words(x)
     weights = 2 * lax.iota(jnp.uint32, len(words)) + 1  # odd, so that no bit is lost
     return jnp.sum(words * weights, dtype=jnp.uint32)
 
 
-def _unsigned(x: Array) -> np.dtype:
-    return np.dtype(f"uint{8 * x.dtype.itemsize}")
+def _words(x: Array) -> UInt32[Array, " words"]:
+    """The bits of an array, 32 at most in each."""
+    if jnp.iscomplexobj(x):
+        return jnp.concatenate([_words(x.real), _words(x.imag)])
+    if x.dtype == bool:
+        return x.reshape(-1).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(-1)
+    words = bits.astype(jnp.uint32)
+    if x.dtype.itemsize == 8:
+        return jnp.concatenate([words, (bits >> 32).astype(jnp.uint32)])
+    return words
 
 
 def checksums(mesh: Mesh, leaves: list[Array], specs: list[P]) -> UInt32[Array, "devices leaves"]:

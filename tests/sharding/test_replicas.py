@@ -129,7 +129,9 @@ def test_a_part_that_two_devices_hold_is_compared_between_those():
     assert apart["opt_state.0.nu.w"] == ({"data": 2, "model": 0}, {"data": 2, "model": 1})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "int8", "bool", "uint32"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "int32", "int8", "bool", "uint32", "complex64"]
+)
 def test_the_checksum_sees_each_element_and_its_place(dtype):
     values = np.arange(24).reshape(4, 6) % 2 == 1 if dtype == "bool" else np.arange(24) - 3
     x = jnp.asarray(values).astype(dtype).reshape(4, 6)
