@@ -7,10 +7,10 @@ Takes about 3 seconds a kill on two cores. Runs on the CPU; needs the extra `che
 A child process trains a small network with all that carries something from step to step: dropout,
 BatchNorm, an average of the parameters, a schedule, momentum, a float16 loss scale that grows and
 shrinks, accumulation, a guard, and a shuffled loader of packed sequences, with a padded last batch,
-behind a prefetch. It saves every third step. It is killed by SIGKILL at a random moment: nine times of ten while it
-trains and saves, else while it starts, compiles and restores. Then it is started again in the same
-folder, with another prefetch depth, until it comes to its end; and then the next run begins, until
-there were so many kills.
+behind a prefetch. It saves every third step. It is killed by SIGKILL at a random moment: nine times
+of ten while it trains and saves, else while it starts, compiles and restores. Then it is started
+again in the same folder, with another prefetch depth, until it comes to its end; and then the next
+run begins, until there were so many kills.
 
 Each step's loss and the ids of its rows are logged by the child, also those of steps that are done
 again after a kill. All must equal those of a run that was left alone, and so must every array of

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..metrics import fetch
-from ..program import Program, read_flag
+from ..program import Program
 from ..state import TrainState
+from ..trips import read_flag
 from .error import CheckpointError
 from .folder import Folder
 from .metadata import Metadata, describe, read_metadata, steps_in
@@ -300,7 +301,7 @@ def _check(ts: TrainState, program: Program | None) -> None:
     """Looks at the flag of the step that made `ts`."""
     if program is not None:
         program.check(ts)
-    elif ts.flag is not None and read_flag(ts.flag[1]).any():
+    elif ts.flag is not None and read_flag(ts.flag[1].code)[:, 0].any():
         raise ValueError(
             "A TrainState whose step skipped something is saved only if its program allows it. "
             "Got one, and no program to ask. Write `checkpoints.save(ts, program=train_step)`."
