@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 # No public names stand for these.
-from jax._src.checkify import check_batching_rule, check_p
+from jax._src.checkify import ErrorEffect, check_batching_rule, check_p
 from jax._src.source_info_util import current_name_stack, user_context
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import batching
@@ -140,7 +140,7 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, found: _Found) -> list[Any]:
                 found.given.append(tuple(map(jnp.asarray, values)))
                 found.sites.append(_site(equation, found.given[-1]))
                 out = []
-            elif any(inner.effects for inner in jaxprs_in_params(equation.params)):
+            elif any(map(_has_checks, jaxprs_in_params(equation.params))):
                 out = _evaluate_inside(equation, values, found)
             else:
                 params = equation.primitive.get_bind_params(equation.params)
@@ -148,6 +148,10 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, found: _Found) -> list[Any]:
         several = equation.primitive.multiple_results
         env |= dict(zip(equation.outvars, out if several else [out], strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _has_checks(jaxpr: Any) -> bool:
+    return any(isinstance(effect, ErrorEffect) for effect in jaxpr.effects)
 
 
 def _evaluate_inside(equation: Any, values: list[Any], found: _Found) -> list[Any]:

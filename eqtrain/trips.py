@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .failures import Failure, coordinates, failures
+from .failures import Failure, coordinates, failures, place_text
 from .findings import Findings
 from .host import fetch_whole
 from .sharding.placement import Layout

@@ -4,8 +4,11 @@ The environment has to be set before JAX is imported, and the import hook before
 `models` are, so the order of the lines below matters.
 """
 
+import atexit
 import functools
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NPROC", "16")
 _XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
+# What one test compiled, no other compiles again, in this process or the next: a quarter of the
+# time. The folder lives as long as the run, and the first process, from which the others have its
+# name, deletes it. The key has the metadata, since tests read names from the text of a program.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.mkdtemp(prefix="compiled-for-tests-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+    os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax  # noqa: E402
 import optax  # noqa: E402
@@ -44,9 +57,6 @@ def _new_optimizer(cls: type, init: Callable[..., Any], update: Callable[..., An
 # optax 0.2.8 itself raises `float ** int32` in the bias correction of Adam and in cosine schedules,
 # which strict promotion refuses. Only what runs inside an optimizer is exempt; our code is not.
 optax.GradientTransformation.__new__ = _new_optimizer  # pyright: ignore[reportAttributeAccessIssue]
-
-# There is no persistent compilation cache on purpose: a program that comes from it has other
-# metadata in its text than one compiled here, and tests read names and collectives from that text.
 
 install_import_hook(["eqtrain", "models"], "beartype.beartype")
 

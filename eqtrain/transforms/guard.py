@@ -151,7 +151,7 @@ def guard(
 
 def _require_positive(name: str, number: Any, usual: str) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"`{name}` must be a positive integer. Got {number!r}; {usual}.")
+        raise ValueError(f"`{name}` must be positive, an integer. Got {number!r}. {usual}.")
 
 
 @dataclasses.dataclass(frozen=True)

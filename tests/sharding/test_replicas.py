@@ -155,5 +155,5 @@ def test_the_checksum_is_the_formula():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="a chain without a mesh"):
         et.pipe(loss, et.update(optax.sgd(0.1)), et.guard(replicas_every=10))
-    with pytest.raises(ValueError, match="`replicas_every` must be a positive integer"):
+    with pytest.raises(ValueError, match="`replicas_every` must be positive"):
         et.guard(replicas_every=0)
