@@ -207,11 +207,11 @@ def test_a_check_in_a_scan_inside_shard_map_names_devices_and_turns():
 
     shard = et.shard(et.mesh(data=4), batch=P("data"))
     program = program_of(shard, loss=looped, guard=et.guard(nonfinite="ignore"))
-    ts, metrics = program(start(program), {"x": np.float32([1, 2, -1, -3])})
+    ts, metrics = program(start(program), {"x": np.array([1, 2, -1, -3], np.float32)})
     assert float(metrics["loss"]) == np.mean([5, 6, 3, 1])
     assert float(metrics["nonfinite"]) == 1
     skipping = program_of(shard, loss=looped)
-    (trip,) = trips_of(skipping, {"x": np.float32([1, 2, -1, -3])})
+    (trip,) = trips_of(skipping, {"x": np.array([1, 2, -1, -3], np.float32)})
     first = {}
     for failure in trip.failures:
         first.setdefault(failure.device["data"], failure.index[0])
@@ -233,7 +233,7 @@ def test_checks_inside_and_after_a_collective_are_one_report(with_value):
         return et.mean(w * x), state, {}
 
     shard = et.shard(et.mesh(data=4), batch=P("data"))
-    (trip,) = trips_of(program_of(shard, loss=joined), {"x": np.float32([1, 2, -1, -3])})
+    (trip,) = trips_of(program_of(shard, loss=joined), {"x": np.array([1, 2, -1, -3], np.float32)})
     said = [(failure.device["data"], failure.message) for failure in trip.failures]
     inside = ["inside: -1.0", "inside: -3.0"] if with_value else ["inside"] * 2
     after = "after: -1.0" if with_value else "after"
