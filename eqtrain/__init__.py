@@ -2,6 +2,7 @@
 
 from . import checkpoint as checkpoint
 from . import data as data
+from . import interop as interop
 from . import random as random
 from .levels import Contribute as Contribute
 from .levels import Loss as Loss

@@ -323,3 +323,32 @@ class MLP(eqx.Module):
     def __call__(self, x_BSD: Float[Array, "batch part dim"]) -> Float[Array, "batch part dim"]:
         x_BSD = enter(x_BSD, self.gate.weight, self.axis, sequence=self.sequence)
         return self.down(jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD))
+
+
+_HUGGING_FACE_LAYERS = {
+    "self_attn.q_proj": "attention.query",
+    "self_attn.k_proj": "attention.key",
+    "self_attn.v_proj": "attention.value",
+    "self_attn.o_proj": "attention.out",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+}
+# For `et.interop`, from the names in transformers' `LlamaForCausalLM`. A tied model has no head.
+HUGGING_FACE = (
+    et.interop.rule("model.embed_tokens.weight", "embedding.weight"),
+    *(
+        et.interop.rule(
+            f"model.layers.{{layer}}.{theirs}.weight",
+            f"blocks.{ours}.weight",
+            "layer o i -> layer i o",
+        )
+        for theirs, ours in _HUGGING_FACE_LAYERS.items()
+    ),
+    et.interop.rule("model.layers.{layer}.input_layernorm.weight", "blocks.attention_norm.weight"),
+    et.interop.rule(
+        "model.layers.{layer}.post_attention_layernorm.weight", "blocks.mlp_norm.weight"
+    ),
+    et.interop.rule("model.norm.weight", "norm.weight"),
+    et.interop.rule("lm_head.weight", "head.weight", "o i -> i o"),
+)

@@ -12,6 +12,8 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
+import eqtrain as et
+
 from .layers import BatchNorm, Conv2d, Linear, max_pool, mean_pool
 
 
@@ -203,3 +205,36 @@ class ConvNorm(eqx.Module):
         where: Shaped[Array, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch _ _ _"], eqx.nn.State]:
         return self.norm(self.conv(x_BHWC), state, where=where)
+
+
+def hugging_face(size: Size) -> tuple[et.interop.Rule, ...]:
+    """Rules for `(model, state)`, from the names in transformers' `ResNetForImageClassification`.
+
+    Those of torchvision's differ in names alone. PyTorch's `num_batches_tracked` is not used.
+
+    ```python
+    >>> print(hugging_face(RESNET_18)[0])
+    `resnet.embedder.embedder.convolution.weight` -> `stem.conv.weight` by 'o i h w -> h w i o'
+
+    ```
+    """
+
+    def conv_norm(source: str, target: str) -> list[et.interop.Rule]:
+        rule, norm = et.interop.rule, f"{source}.normalization"
+        return [
+            rule(f"{source}.convolution.weight", f"{target}.conv.weight", "o i h w -> h w i o"),
+            rule(f"{norm}.weight", f"{target}.norm.weight"),
+            rule(f"{norm}.bias", f"{target}.norm.bias"),
+            rule(f"{norm}.running_mean", f"{target}.norm.running.0"),
+            rule(f"{norm}.running_var", f"{target}.norm.running.1"),
+        ]
+
+    rules = conv_norm("resnet.embedder.embedder", "stem")
+    places = [(stage, layer) for stage, depth in enumerate(size.depths) for layer in range(depth)]
+    for block, (stage, layer) in enumerate(places):
+        source = f"resnet.encoder.stages.{stage}.layers.{layer}"
+        rules += conv_norm(f"{source}.layer.{{i}}", f"blocks.{block}.layers.{{i}}")
+        rules += conv_norm(f"{source}.shortcut", f"blocks.{block}.shortcut")
+    rules.append(et.interop.rule("classifier.1.weight", "head.weight", "o i -> i o"))
+    rules.append(et.interop.rule("classifier.1.bias", "head.bias"))
+    return tuple(rules)

@@ -25,7 +25,8 @@ def public(module: Any, name: str) -> Iterator[tuple[str, Any]]:
             continue
         full = f"{name}.{attribute}"
         if inspect.ismodule(value):
-            if value.__name__ in ("eqtrain.checkpoint", "eqtrain.data", "eqtrain.random"):
+            own = ("checkpoint", "data", "interop", "random")
+            if value.__name__.removeprefix("eqtrain.") in own:
                 yield from public(value, full)
         elif getattr(value, "__module__", "").startswith("eqtrain"):
             yield full, value

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 from models.llama import (
+    HUGGING_FACE,
     LLAMA_7B,
     LLAMA_8B,
     LLAMA_25M,
@@ -88,43 +89,6 @@ def torch_llama(config: LlamaConfig) -> Any:
     )
 
 
-def torch_arrays(model: Llama, network: Any, of: Any) -> Llama:
-    """`of(parameter)` of all parameters, in the places where `model` has them."""
-    named = {name: np.array(of(value)) for name, value in network.named_parameters()}
-    layers = range(model.config.num_layers)
-    linear = {
-        "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj",
-        "attention.value": "self_attn.v_proj",
-        "attention.out": "self_attn.o_proj",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    }
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    ours = {
-        "embedding.weight": named.pop("model.embed_tokens.weight"),
-        "norm.weight": named.pop("model.norm.weight"),
-    }
-    if model.head is not None:
-        ours["head.weight"] = named.pop("lm_head.weight").T
-    for mine, theirs in {**linear, **norms}.items():
-        stack = np.stack([named.pop(f"model.layers.{i}.{theirs}.weight") for i in layers])
-        # PyTorch stores (out, in).
-        ours[f"blocks.{mine}.weight"] = stack if mine in norms else stack.transpose(0, 2, 1)
-    assert not named
-
-    def find(path: Any, leaf: Any) -> Any:
-        array = ours.pop(jax.tree_util.keystr(path, simple=True, separator="."))
-        assert array.shape == leaf.shape
-        return jnp.asarray(array)
-
-    arrays, static = eqx.partition(model, lambda leaf: hasattr(leaf, "shape"))
-    found = jax.tree_util.tree_map_with_path(find, arrays)
-    assert not ours
-    return eqx.combine(found, static)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_and_gradients_match_hugging_face(tied):
     torch = pytest.importorskip("torch")
@@ -144,19 +108,22 @@ def test_logits_and_gradients_match_hugging_face(tied):
     ).backward()
 
     shapes = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0), remat=not tied)
-    model = torch_arrays(shapes, network, lambda parameter: parameter.detach().numpy())
+    weights = dict(network.named_parameters())
+    model = et.interop.load(shapes, weights, HUGGING_FACE)
 
     forward = eqx.filter_jit(lambda model: model(tokens))
     loss = lambda model: model.nll(tokens[:, :-1], tokens[:, 1:]).mean()  # noqa: E731
     logits, grads = forward(model), eqx.filter_jit(eqx.filter_grad(loss))(model)
 
     assert relative(logits, logits_torch.detach().numpy()) < 1e-5
-    expected = torch_arrays(shapes, network, lambda parameter: parameter.grad.numpy())
-    assert relative(grads, arrays_of(expected)) < 1e-5
+    expected = {name: weight.grad.numpy() for name, weight in weights.items()}
+    exported = et.interop.export(grads, HUGGING_FACE)
+    assert exported.keys() == expected.keys()
+    assert relative(exported, expected) < 1e-5
     # Negative control: what the comparison says of another theta.
     other = dataclasses.replace(config, rope_theta=1000.0)
     shapes = eqx.filter_eval_shape(Llama, other, key=jax.random.key(0))
-    model = torch_arrays(shapes, network, lambda parameter: parameter.detach().numpy())
+    model = et.interop.load(shapes, weights, HUGGING_FACE)
     assert relative(forward(model), logits_torch.detach().numpy()) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""ResNets against a PyTorch one of the same weights, published sizes, and themselves on a mesh."""
+"""ResNets against transformers' of the same weights, published sizes, and themselves on a mesh."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
-from models.resnet import RESNET_18, RESNET_50, RESNET_TINY, ConvNorm, ResNet, Size
+from models.resnet import RESNET_18, RESNET_50, RESNET_TINY, ResNet, Size, hugging_face
 
 # One block with an identity as its shortcut, and one with a convolution: quick to compile.
 SMALL = Size((1, 1), (8, 16))
@@ -25,14 +25,6 @@ def make(key: Any, **options: Any) -> tuple[ResNet, eqx.nn.State]:
     )
 
 
-def conv_norms(model: ResNet) -> list[ConvNorm]:
-    """The stem, then of each block its layers and its shortcut."""
-    found = [model.stem]
-    for block in model.blocks:
-        found += [*block.layers, *([block.shortcut] if block.shortcut else [])]
-    return found
-
-
 @pytest.mark.parametrize(("size", "count"), [(RESNET_18, 11_689_512), (RESNET_50, 25_557_032)])
 def test_parameter_counts_are_the_published_ones(size, count):
     make_imagenet = functools.partial(eqx.nn.make_with_state(ResNet), size, num_classes=1000)
@@ -42,83 +34,25 @@ def test_parameter_counts_are_the_published_ones(size, count):
 
 
 def torch_resnet(size: Size, classes: int) -> Any:
-    """The ImageNet network as PyTorch writes it; modules in the order of `conv_norms`."""
-    import torch
-    from torch import nn
-
-    def conv_norm(num_in: int, num_out: int, kernel: int, stride: int) -> Any:
-        conv = nn.Conv2d(num_in, num_out, kernel, stride, padding=kernel // 2, bias=False)
-        return nn.Sequential(conv, nn.BatchNorm2d(num_out))
-
-    class Block(nn.Module):
-        def __init__(self, num_in: int, width: int, stride: int):
-            super().__init__()
-            if size.bottleneck:
-                self.main = nn.Sequential(
-                    conv_norm(num_in, width, 1, 1),
-                    nn.ReLU(),
-                    conv_norm(width, width, 3, stride),
-                    nn.ReLU(),
-                    conv_norm(width, 4 * width, 1, 1),
-                )
-            else:
-                self.main = nn.Sequential(
-                    conv_norm(num_in, width, 3, stride), nn.ReLU(), conv_norm(width, width, 3, 1)
-                )
-            num_out = width * (4 if size.bottleneck else 1)
-            same = num_in == num_out and stride == 1
-            self.shortcut = nn.Identity() if same else conv_norm(num_in, num_out, 1, stride)
-
-        def forward(self, x: Any) -> Any:
-            return torch.relu(self.main(x) + self.shortcut(x))
-
-    width = size.widths[0]
-    layers = [conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
-    for stage, (depth, stage_width) in enumerate(zip(size.depths, size.widths, strict=True)):
-        for index in range(depth):
-            layers.append(Block(width, stage_width, 2 if stage > 0 and index == 0 else 1))
-            width = stage_width * (4 if size.bottleneck else 1)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
+    """The ImageNet network of transformers."""
+    transformers = pytest.importorskip("transformers")
+    width = 4 if size.bottleneck else 1
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(
+            embedding_size=size.widths[0],
+            hidden_sizes=[width * channels for channels in size.widths],
+            depths=list(size.depths),
+            layer_type="bottleneck" if size.bottleneck else "basic",
+            num_labels=classes,
+        )
+    )
 
 
-def torch_arrays(network: Any, of: Any) -> dict[str, list[np.ndarray]]:
-    """`of(parameter)` of all parameters, in our layouts."""
-    from torch import nn
-
-    modules = list(network.modules())
-    norms = [m for m in modules if isinstance(m, nn.BatchNorm2d)]
-    (head,) = (m for m in modules if isinstance(m, nn.Linear))
-    array = lambda parameter: of(parameter).detach().numpy()  # noqa: E731
-    return {
-        "conv": [
-            array(m.weight).transpose(2, 3, 1, 0) for m in modules if isinstance(m, nn.Conv2d)
-        ],
-        "scale": [array(m.weight) for m in norms],
-        "bias": [array(m.bias) for m in norms],
-        "head": [array(head.weight).T, array(head.bias)],
-    }
-
-
-def our_arrays(model: ResNet) -> dict[str, list[Any]]:
-    layers = conv_norms(model)
-    return {
-        "conv": [layer.conv.weight for layer in layers],
-        "scale": [layer.norm.weight for layer in layers],
-        "bias": [layer.norm.bias for layer in layers],
-        "head": [model.head.weight, model.head.bias],
-    }
-
-
-def with_arrays(size: Size, arrays: Any) -> tuple[ResNet, eqx.nn.State]:
-    """The ImageNet network of these arrays, and its first state, with nothing drawn or compiled."""
+def with_tensors(size: Size, tensors: Any) -> tuple[ResNet, eqx.nn.State]:
+    """The ImageNet network of these tensors and its state, with nothing drawn or compiled."""
     make_imagenet = functools.partial(eqx.nn.make_with_state(ResNet), size, num_classes=10)
-    model, state = eqx.filter_eval_shape(make_imagenet, key=jax.random.key(0))
-    where = lambda model: jax.tree.leaves(our_arrays(model))  # noqa: E731
-    model = eqx.tree_at(where, model, jax.tree.leaves(arrays))
-    leaves, treedef = jax.tree.flatten(state)
-    # Means, which start at 0, and variances, which start at 1, take turns.
-    first = [jnp.full(leaf.shape, float(index % 2)) for index, leaf in enumerate(leaves)]
-    return model, jax.tree.unflatten(treedef, first)
+    shapes = eqx.filter_eval_shape(make_imagenet, key=jax.random.key(0))
+    return et.interop.load(shapes, tensors, hugging_face(size), unused=("num_batches_tracked",))
 
 
 def randomise(network: Any, rng: Any, *, gates: bool) -> None:
@@ -139,11 +73,11 @@ def randomise(network: Any, rng: Any, *, gates: bool) -> None:
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             draw(module, [-1.0, 1.0])
-    for block in network.children():
+    for block in network.modules():
         if hasattr(block, "shortcut"):  # what is added up has to be far from 0 too
-            draw(block.main[-1][1], [1.0])
+            draw(block.layer[-1].normalization, [1.0])
             if not isinstance(block.shortcut, nn.Identity):
-                draw(block.shortcut[1], [1.0])
+                draw(block.shortcut.normalization, [1.0])
 
 
 def relative(actual: Any, expected: Any) -> float:
@@ -159,6 +93,7 @@ def test_training_matches_torch(size):
     label = np.arange(4)
     torch.manual_seed(0)
     network = torch_resnet(size, classes=10)
+    norms = [module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)]
 
     @eqx.filter_jit
     def ours(model: ResNet, state: eqx.nn.State) -> Any:
@@ -172,35 +107,38 @@ def test_training_matches_torch(size):
     def both(*, gates: bool) -> Any:
         """Ours in float32, and PyTorch's of the same weights in float64."""
         randomise(network.float(), rng, gates=gates)
-        weights = jax.tree.map(jnp.array, torch_arrays(network, lambda parameter: parameter))
-        model, state = with_arrays(size, weights)
+        with torch.no_grad():
+            for norm in norms:
+                norm.reset_running_stats()
+        model, state = with_tensors(size, network.state_dict())
         grads, (logits, after) = ours(model, state)
         network.double().zero_grad()
-        logits_torch = network(torch.tensor(x.transpose(0, 3, 1, 2)).double())
+        logits_torch = network(torch.tensor(x.transpose(0, 3, 1, 2)).double()).logits
         nll = torch.nn.functional.cross_entropy(logits_torch, torch.tensor(label), reduction="sum")
         nll.backward()
-        return (model, logits, after, grads), logits_torch.detach().numpy()
+        exported = et.interop.export((grads, after), hugging_face(size))
+        return logits, exported, logits_torch.detach().numpy()
 
-    (model, logits, after, _), expected = both(gates=False)
+    logits, exported, expected = both(gates=False)
     assert relative(logits, expected) < 1e-5
-    norms = [module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    for layer, norm in zip(conv_norms(model), norms, strict=True):
-        mean, variance = after.get(layer.norm.running)
-        assert relative(mean, norm.running_mean.numpy()) < 1e-4
-        # Unbiased there, of 4 numbers for each of the pixels, 2 * 2 at the least.
-        assert relative(variance, norm.running_var.numpy()) < 1 / 15
+    for name, array in network.state_dict().items():
+        if "running_mean" in name:
+            assert relative(exported[name], array.numpy()) < 1e-4
+        elif "running_var" in name:
+            # Unbiased there, of 4 numbers for each of the pixels, 2 * 2 at the least.
+            assert relative(exported[name], array.numpy()) < 1 / 15
 
-    (_, logits, _, grads), expected = both(gates=True)
+    logits, exported, expected = both(gates=True)
     assert relative(logits, expected) < 1e-5
-    for kind, arrays in torch_arrays(network, lambda parameter: parameter.grad).items():
-        largest = max(np.abs(array).max() for array in arrays)
-        errors = [
-            np.abs(a - e).max() / largest
-            for a, e in zip(our_arrays(grads)[kind], arrays, strict=True)
-        ]
-        # Of two pixels equal to rounding, the pool may choose either; that is seen in the stem.
-        assert errors[0] < 1e-2, kind
-        assert max(errors[1:]) < 1e-4, kind
+    grads = {name: weight.grad.numpy() for name, weight in network.named_parameters()}
+    assert grads.keys() == {name for name in exported if "running" not in name}
+    for kind in ("convolution.weight", "normalization.weight", "normalization.bias", "classifier"):
+        of_kind = {name: array for name, array in grads.items() if kind in name}
+        largest = max(np.abs(array).max() for array in of_kind.values())
+        for name, array in of_kind.items():
+            # Of two pixels equal to rounding, the pool may choose either; it shows in the stem.
+            tolerance = 1e-2 if "embedder" in name else 1e-4
+            assert np.abs(exported[name] - array).max() < tolerance * largest, name
 
 
 def test_zero_last_scale_starts_blocks_as_their_shortcuts():

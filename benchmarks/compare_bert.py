@@ -1,0 +1,360 @@
+"""Claim: a training step of BERT takes ours less time than any peer takes, little more than its
+matrix products alone, and no more memory.
+
+    python benchmarks/compare_bert.py
+    python benchmarks/compare_bert.py --quick
+    python benchmarks/compare_bert.py --finetune
+
+Needs the extras `bench` and `test`. About ten minutes on two free cores; `--quick` is a look with
+few rounds at a small batch. Runs on the CPU, with as many threads as cores, in float32.
+
+**The step.** AdamW on the mean cross-entropy of 25 classes, from the weights of MiniLM (22.7
+million parameters, 6 layers, 384 wide), on ragged rows with a padding mask, dropout of 0.1 wherever
+BERT has it. Weights and batch are the same for all; and so must be the losses of the first three
+steps without dropout, to 1e-4, or the run stops.
+
+| contender | what it is |
+| --- | --- |
+| `eqtrain` | the step of `finetune_bert.py`: `et.pipe(loss, et.update(...), et.guard, et.donate)` |
+| `torch` | transformers' BertForSequenceClassification, eager, sdpa attention, fused AdamW |
+| `torch_compile` | the same under `torch.compile` |
+| `plain_jax` | Equinox's own example of a BERT: `filter_jit`, dropout by `jax.random` |
+| `nnx` | Flax NNX: `nnx.MultiHeadAttention`, `nnx.Optimizer`, `nnx.jit` |
+| `products` | the matrix products of that step alone, by XLA: the floor |
+
+**The figures.** Each contender is a process of its own, which waits while another is measured.
+Every round goes through all of them in an order drawn anew. `step` is two steps and the wait for
+them, divided by two; printed are medians over rounds with their quartiles, and the medians of the
+ratios within a round. `ready` is from weights to the end of the first step, with compilation.
+`peak` is the most that the process ever held.
+
+**The whole job**, with `--finetune`: `finetune_bert.py` and `peers/torch_bert.py` one after the
+other, from the start of each process to its end: imports, compilation, an epoch, evaluation. Ours
+runs twice, and the second time finds the compilations of the first in JAX's persistent cache.
+`--limit` takes fewer rows.
+
+**Expected:** the goals that the last line, which is JSON, says under `goals` came out or did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.environment import environment
+from benchmarks.peers import products_bert
+from benchmarks.sharding import WorkerError, paired, require_same_losses, spread
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = {
+    "eqtrain": ["eqtrain_bert.py"],
+    "torch": ["torch_bert.py", "--serve"],
+    "torch_compile": ["torch_bert.py", "--serve", "--compile"],
+    "plain_jax": ["plain_jax_bert.py"],
+    "nnx": ["nnx_bert.py"],
+    "products": ["products_bert.py"],
+}
+TORCH = ("torch", "torch_compile")
+COMPARED = 3
+
+
+class Contender:
+    """A process that takes steps of one size, and what it needed for them."""
+
+    def __init__(self, name: str, log: Path):
+        self.name = name
+        self.log = log
+        self.step_ms: list[float] = []
+        self.ready_seconds = 0.0
+        self.peak_bytes = 0
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "peers" / SCRIPTS[name][0]), *SCRIPTS[name][1:]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=HERE.parent,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+
+    def ask(self, do: str, stepper: str = "step", **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            line = json.dumps({"do": do, "name": stepper, **request})
+            print(line, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise WorkerError(f"`{self.name}` ended: {self.log.read_text()[-2000:]}")
+
+    def measure(self, steps: int) -> None:
+        self.step_ms.append(self.ask("run", steps=steps)["seconds"] * 1000 / steps)
+
+    def first_losses(self) -> list[float]:
+        """Without dropout, of a small batch."""
+        made = self.ask("make", "check", rows=4, length=16, dropout=0.0)
+        more = [self.ask("run", "check", steps=1)["loss"] for _ in range(COMPARED - 1)]
+        self.ask("drop", "check")
+        return [made["loss"], *more]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of a batch."""
+
+    rows: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.length}"
+
+
+def steps_part(
+    size: Size, names: list[str], rounds: int, steps: int, folder: Path, check: bool
+) -> list[dict[str, Any]]:
+    """Measures all contenders at one size; a JSON line for each."""
+    with contextlib.ExitStack() as stack:
+        contenders = []
+        for name in names:
+            contender = Contender(name, folder / f"{name}-{size.rows}.log")
+            stack.callback(contender.close)
+            made = contender.ask("make", rows=size.rows, length=size.length, dropout=0.1)
+            contender.ready_seconds = made["seconds"]
+            contenders.append(contender)
+        order, shuffle = list(contenders), random.Random(0).shuffle
+        for contender in order:
+            contender.ask("run", steps=1)  # the first after compilation is not counted
+        for _ in range(rounds):
+            shuffle(order)
+            for contender in order:
+                contender.measure(steps)
+        for contender in contenders:
+            contender.peak_bytes = contender.ask("memory")["bytes"]
+        if check:  # last, so that it is in no figure
+            models = [contender for contender in contenders if contender.name != "products"]
+            require_same_losses({model.name: model.first_losses() for model in models})
+    by_name = {contender.name: contender for contender in contenders}
+    lines = []
+    for contender in contenders:
+        line: dict[str, Any] = {
+            "benchmark": "compare_bert",
+            "size": str(size),
+            "contender": contender.name,
+            "step_ms": spread(contender.step_ms),
+            "ready_seconds": round(contender.ready_seconds, 1),
+            "peak_bytes": contender.peak_bytes,
+        }
+        for other in ("eqtrain", "products"):
+            if other in by_name and other != contender.name:
+                line[f"over_{other}"] = paired(contender.step_ms, by_name[other].step_ms)
+        if contender.name == "products":
+            flops = products_bert.flops(size.rows, size.length)
+            line["gflops"] = round(flops / 1e6 / line["step_ms"]["median"], 1)
+        lines.append(line)
+    return lines
+
+
+def goals_of(lines: list[dict[str, Any]]) -> dict[str, bool]:
+    """Which goals came out, at each size."""
+    goals = {}
+    for size in dict.fromkeys(line["size"] for line in lines):
+        found = {line["contender"]: line for line in lines if line["size"] == size}
+        ours, peers = found.get("eqtrain"), [found[name] for name in TORCH if name in found]
+        if ours is None:
+            continue
+        if peers:
+            best = min(peer["over_eqtrain"]["median"] for peer in peers)
+            goals[f"{size}: best of PyTorch over ours >= 1.3"] = best >= 1.3
+            least = min(peer["peak_bytes"] for peer in peers)
+            goals[f"{size}: peak no more than PyTorch's"] = ours["peak_bytes"] <= least
+        if "over_products" in ours:
+            floor = ours["over_products"]["median"]
+            goals[f"{size}: ours over products <= 1.3"] = floor <= 1.3
+    return goals
+
+
+def finetune_part(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Runs the whole job once in each way; a JSON line for each."""
+    shared = ["--dataset", args.dataset, "--epochs", str(args.epochs)]
+    if args.limit is not None:
+        shared += ["--limit", str(args.limit)]
+    ours = ["finetune_bert.py", "--no-baseline", "--run", str(folder / "run")]
+    commands = {
+        "eqtrain": ours,
+        "eqtrain, warm cache": ours,
+        "torch": ["peers/torch_bert.py"],
+        "torch_compile": ["peers/torch_bert.py", "--compile"],
+    }
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    lines = []
+    for name, (script, *options) in commands.items():
+        if args.contenders and name.split(",")[0] not in args.contenders:
+            continue
+        start = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, str(HERE / script), *options, *shared],
+            capture_output=True,
+            text=True,
+            cwd=HERE.parent,
+            env={**os.environ, **settings},
+        )
+        if result.returncode:
+            raise RuntimeError(f"`{name}` ended: {result.stderr[-2000:]}")
+        line = json.loads(result.stdout.splitlines()[-1])
+        wanted = ("test_accuracy", "train_seconds", "compile_seconds", "peak_bytes")
+        figures = {key: line[key] for key in wanted if key in line}
+        seconds = round(time.perf_counter() - start, 1)
+        lines.append({"benchmark": "compare_bert", "job": name, "seconds": seconds, **figures})
+        print(f"{name}: {seconds} s", flush=True)
+    return lines
+
+
+def rows_of(lines: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of the table of steps."""
+    header = ["batch", "contender", "step ms", "quartiles", "over ours", "over products"]
+    header += ["ready s", "peak GB"]
+    rows = []
+    for line in lines:
+        step = line["step_ms"]
+        ratios = [line.get(f"over_{other}") for other in ("eqtrain", "products")]
+        rows.append(
+            [
+                line["size"],
+                line["contender"],
+                f"{step['median']:.0f}",
+                f"{step['q1']:.0f} - {step['q3']:.0f}",
+                *(
+                    f"{ratio['median']:.2f} ({ratio['q1']:.2f} - {ratio['q3']:.2f})"
+                    if ratio
+                    else ""
+                    for ratio in ratios
+                ),
+                f"{line['ready_seconds']:.1f}",
+                f"{line['peak_bytes'] / 1e9:.2f}",
+            ]
+        )
+    return header, rows
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        for row in [header, *rows]:
+            print(" | ".join(row))
+        return
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # A table that is written to a file must not be folded to the width of a terminal.
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=2, help="steps a contender takes in a round")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32], help="of a batch")
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--contenders", nargs="+", choices=SCRIPTS)
+    parser.add_argument("--quick", action="store_true", help="for a look only")
+    parser.add_argument("--finetune", action="store_true", help="the whole job in place of steps")
+    parser.add_argument("--dataset", choices=("wordnet", "newsgroups"), default="wordnet")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--limit", type=int, help="rows of the whole job")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.rows, args.length = 2, [4], 32
+    if args.rounds < 2 or args.steps < 1:
+        parser.error("Quartiles need `--rounds 2` at least, and each round a step.")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    started = time.perf_counter()
+    load_before = os.getloadavg()[0]
+    goals: dict[str, bool] = {}
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        if args.finetune:
+            lines = finetune_part(args, Path(folder))
+            header = ["job", "seconds", "accuracy", "peak GB"]
+            rows = [
+                [
+                    line["job"],
+                    f"{line['seconds']:.1f}",
+                    f"{line['test_accuracy']:.2%}",
+                    f"{line['peak_bytes'] / 1e9:.2f}",
+                ]
+                for line in lines
+            ]
+            print_table("The whole job, each once", header, rows)
+            seconds = {line["job"]: line["seconds"] for line in lines}
+            peers = [seconds[name] for name in TORCH if name in seconds]
+            if peers and "eqtrain" in seconds:
+                met = min(peers) / seconds["eqtrain"] >= 1.5
+                goals["whole job: best of PyTorch over ours >= 1.5"] = met
+        else:
+            names = args.contenders or list(SCRIPTS)
+            for index, rows in enumerate(args.rows):
+                size = Size(rows, args.length)
+                lines += steps_part(
+                    size, names, args.rounds, args.steps, Path(folder), check=index == 0
+                )
+                print(f"{size} measured after {time.perf_counter() - started:.0f} s", flush=True)
+            title = "A step: medians over rounds, ratios within a round"
+            print_table(title, *rows_of(lines))
+            goals = goals_of(lines)
+    for goal, met in goals.items():
+        print(f"{'met   ' if met else 'MISSED'} {goal}")
+    for line in lines:
+        print(json.dumps(line))
+    final = {
+        "benchmark": "compare_bert",
+        "goals": goals,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "quick": args.quick,
+        "limit": args.limit,
+        "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
+        "seconds": round(time.perf_counter() - started, 1),
+        **environment(),
+    }
+    print(json.dumps(final))
+
+
+if __name__ == "__main__":
+    main()
