@@ -1,6 +1,7 @@
 """BERT against Hugging Face's of the same weights, and what dropout and padding do to it."""
 
 import dataclasses
+import doctest
 import functools
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 from benchmarks import datasets
+from models import bert, bert_heads
 from models.bert import BERT_TINY, MINILM, Bert, BertConfig, attend
 from models.bert_heads import MaskedLanguage, SequenceClassifier, TokenClassifier, hugging_face
 
@@ -239,6 +242,33 @@ def still(model: Bert) -> Bert:
     return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(model))
 
 
+def test_step_on_a_mesh_is_that_of_one_device():
+    config = dataclasses.replace(BERT_TINY, num_layers=1)
+    tokens, mask, types = draw_rows(config, 8, 8)
+    weight = (np.arange(8) < 5).astype(np.float32)  # 2, 2, 1 and 0 rows on four devices
+    batch = {"tokens": tokens, "mask": mask * weight[:, None], "types": types, "weight": weight}
+
+    def loss(model: SequenceClassifier, state: Any, batch: Any, key: Any) -> Any:
+        logits = model(batch["tokens"], batch["mask"], types=batch["types"], key=key)
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 0] % 3)
+        return et.mean(nll, where=batch["weight"]), state, {}
+
+    def step(*transforms: Any) -> Any:
+        # SGD at rate 1, so that the parameters show the gradients' scale.
+        program = et.pipe(loss, *transforms, et.update(optax.sgd(1.0)), et.jit)
+        make = functools.partial(SequenceClassifier, config, 3)
+        ts = program.init(lambda key: make(key=key), key=jax.random.key(0))
+        return jax.tree.leaves(ts.model), jax.tree.leaves(program(ts, batch)[0].model)
+
+    start, alone = step()
+    _, split = step(et.shard(et.mesh(data=4), batch=P("data")))
+    moved = [float(np.abs(a - b).max()) for a, b in zip(start, alone, strict=True)]
+    # A key's bias moves by rounding alone, and some types and words are not there.
+    assert sum(size > 1e-4 for size in moved) > 0.9 * len(moved)
+    for actual, expected in zip(split, alone, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6, rtol=1e-5)
+
+
 def test_every_place_of_dropout_drops_its_rate():
     rows, seq, dim, share, rate = 64, 16, 32, 0.5, 0.25
     config = dataclasses.replace(
@@ -293,3 +323,22 @@ def test_rows_longer_than_the_positions_raise():
 def test_heads_that_do_not_divide_raise():
     with pytest.raises(ValueError, match="Got dim=32 and num_heads=5"):
         dataclasses.replace(BERT_TINY, num_heads=5)
+
+
+@functools.cache
+def examples() -> dict[str, doctest.DocTest]:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    names = {**vars(bert), "eqx": eqx, "jax": jax, "jnp": jnp, "et": et}
+    tests = [
+        *(test for module in (bert, bert_heads) for test in finder.find(module, extraglobs=names)),
+        *finder.find(bert.gelu, "gelu", module=False, globs=names),  # no plain function
+    ]
+    return {test.name: test for test in tests if test.examples}
+
+
+@pytest.mark.parametrize("name", examples())
+def test_example_runs(name):
+    report: list[str] = []
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = doctest.DocTestRunner(verbose=False).run(examples()[name], out=report.append)
+    assert result.failed == 0, "".join(report)
