@@ -46,8 +46,9 @@ ROWS, BATCH, WIDTH, CLASSES = 140, 8, 16, 4
 LENGTH = 8
 SAVE_EVERY = 3
 STEPS = 150
-# The longest that a child trains before it is killed, and the time that it takes to start.
-LONGEST, START = 0.3, 4.0
+# The most steps that a child takes before it is killed, on a machine of whatever speed, and the
+# longest that it lives on then; and the time that it takes to start.
+MOST_STEPS, LONGEST, START = 9, 0.1, 4.0
 
 
 def make_source() -> list[dict[str, Any]]:
@@ -255,12 +256,12 @@ def kill(folder: Path, child: subprocess.Popen[bytes], rng: random.Random) -> st
     log = folder.with_suffix(".jsonl")
     starts = len(Run.read(log).starts)
 
-    def training() -> bool:
+    def training(steps: int = 1) -> bool:
         run = Run.read(log)
-        return len(run.starts) > starts and run.since_start > 0
+        return len(run.starts) > starts and run.since_start >= steps
 
-    in_a_start = rng.random() < 0.1
-    while not in_a_start and not training() and child.poll() is None:
+    in_a_start, steps = rng.random() < 0.1, rng.randint(1, MOST_STEPS)
+    while not in_a_start and not training(steps) and child.poll() is None:
         time.sleep(0.002)
     time.sleep(rng.uniform(0, START if in_a_start else LONGEST))
     child.send_signal(signal.SIGKILL)
