@@ -68,7 +68,7 @@ GUARDS: dict[str, Callable[[], Any] | None] = {
     "user_checks": lambda: et.guard(nonfinite="skip"),
     "replicas": lambda: et.guard(nonfinite="skip", replicas_every=1),
     "replicas_100": lambda: et.guard(nonfinite="skip", replicas_every=100),
-    "all_checks": lambda: et.guard(checks=("user",)),
+    "all_checks": lambda: et.guard(checks=("user", "float", "index", "division")),
 }
 
 
