@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from ..contribution import batch_size, is_example_array, mean_grads
 from ..levels import Contribute, Link, LossScaling, as_contribute, is_trainable_array
@@ -202,14 +203,24 @@ def _advance(
         loss_scale = _next_scale(inner.loss_scaling, parts.extra["loss_scale"], finite)
         new = dataclasses.replace(new, extra={**parts.extra, "loss_scale": loss_scale})
         metrics["loss_scale"] = Mean(scale, jnp.ones_like(scale))
-    finite = _stays_finite(params, eqx.filter(parts.model, mask))
+    finite = _stays_finite(params, eqx.filter(parts.model, mask), norm)
     return new, Outcome(metrics, total.loss.value, norm, finite, overflow, total.findings)
 
 
-def _stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
-    """Whether every number that was finite still is. Dead code where no guard asks."""
-    each = jax.tree.map(lambda a, b: (jnp.isfinite(a) | ~jnp.isfinite(b)).all(), new, old)
-    return jnp.stack(jax.tree.leaves(each)).all()
+def _stays_finite(new: PyTree, old: PyTree, norm: Float[Array, ""]) -> Bool[Array, ""]:
+    """Whether every number that was finite still is. Dead code where no guard asks.
+
+    In a branch of its own, or XLA computes the update once more in every sum, and takes seconds to
+    compile that.
+    """
+
+    def all_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
+        each = jax.tree.map(lambda a, b: (jnp.isfinite(a) | ~jnp.isfinite(b)).all(), new, old)
+        return functools.reduce(jnp.logical_and, jax.tree.leaves(each))
+
+    return jax.lax.cond(
+        jnp.isfinite(norm), all_finite, lambda new, old: jnp.zeros((), bool), new, old
+    )
 
 
 def _as_mean(loss: Combination) -> Mean | Combination:
