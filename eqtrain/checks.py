@@ -25,6 +25,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import batching
 from jaxtyping import Array, PyTree
 
+from .explain.jaxprs import scan_operands
 from .explain.source import Frame, user_frames
 from .varying import vary, varying
 
@@ -204,12 +205,9 @@ def _add(found: _Found, inner: _Found, given: tuple[Given, ...]) -> None:
 
 
 def _scan(params: dict[str, Any], values: list[Any], found: _Found) -> list[Any]:
-    if "ft_in" in params:  # since JAX 0.11
-        consts, carry, xs = map(list, params["ft_in"].update(values).unpack())
-    else:
-        start, end = params["num_consts"], params["num_consts"] + params["num_carry"]
-        consts, carry, xs = values[:start], values[start:end], values[end:]
-    num_carry = len(carry)
+    num_consts, num_carry = scan_operands(params)
+    consts, rest = values[:num_consts], values[num_consts:]
+    carry, xs = rest[:num_carry], rest[num_carry:]
     run = _collecting(params["jaxpr"].jaxpr, params["jaxpr"].consts)
 
     def body(carry: list[Any], xs: list[Any]) -> Any:

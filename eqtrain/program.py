@@ -38,6 +38,7 @@ class Program(Level):
     donates: bool
     compiled: Compiled
     _calls: Any = dataclasses.field(default_factory=lambda: itertools.count(1))
+    _bundles: Any = dataclasses.field(default_factory=itertools.count)
     _trips: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=100))
     _replays: dict[Structure, Replay] = dataclasses.field(default_factory=dict)
     _structures: list[Structure] = dataclasses.field(default_factory=list)
@@ -169,13 +170,15 @@ class Program(Level):
         from .bundle import save_bundle  # an extra is imported where it is used
 
         folder = self.step.bundles
-        if folder is None or sum(seen.bundle is not None for seen in self._trips) >= MAX_BUNDLES:
+        if folder is None or next(self._bundles) >= MAX_BUNDLES:
             return None
         before = self.step.recover(ts).replace(step=jnp.full_like(ts.step, trip.step))
-        name = f"step-{trip.step}-call-{trip.call}"
+        name = os.path.join(folder, f"step-{trip.step}-call-{trip.call}")
+        # A run that was resumed meets the same steps again.
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        free = next(path for path in names if not os.path.exists(path))
         reason = {"causes": list(trip.causes), "loss": trip.loss, "grad_norm": trip.grad_norm}
-        path = save_bundle(os.path.join(folder, name), before, batch, program=self, reason=reason)
-        return str(path)
+        return str(save_bundle(free, before, batch, program=self, reason=reason))
 
     @property
     def compilations(self) -> int:

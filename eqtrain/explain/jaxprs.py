@@ -37,9 +37,8 @@ def is_rematerialised(eqn: Any) -> bool:
     return bool(eqn.params.get("differentiated")) and bool(eqn.params.get("prevent_cse"))
 
 
-def scan_operands(eqn: Any) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many the carry."""
-    params = eqn.params
+def scan_operands(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many the carry, by its parameters."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()  # from JAX 0.12 on

@@ -44,7 +44,7 @@ class Ran(NamedTuple):
 def run_scan(eqn: Any, values: list[Any], names: list[Name | None], inside: Inside) -> Ran:
     """A scan, with the records of its steps stacked."""
     params = eqn.params
-    constants, carried = scan_operands(eqn)
+    constants, carried = scan_operands(params)
     first = constants + carried
     sliced = [name and (*name, "[", inside.depth, "]") for name in names[first:]]
     inner_names = [*names[:constants], *([None] * carried), *sliced]

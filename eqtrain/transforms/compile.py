@@ -80,7 +80,8 @@ def _compile(given: Any, source: str, donates: bool, max_compilations: int | Non
                 parts, metrics, alarm = step.run(before, batch)
                 packed = structure.pack(parts)
                 if step.replicas_every is not None and alarm is not None:
-                    alarm = _compare_replicas(step, structure, packed, before.step, alarm)
+                    due = parts.step // step.replicas_every != before.step // step.replicas_every
+                    alarm = _compare_replicas(step, structure, packed, due, alarm)
                 return packed, metrics, alarm
 
             return run
@@ -100,14 +101,12 @@ def _compile(given: Any, source: str, donates: bool, max_compilations: int | Non
 
 
 def _compare_replicas(
-    step: Step, structure: Structure, leaves: tuple[Array, ...], before: Array, alarm: Alarm
+    step: Step, structure: Structure, leaves: tuple[Array, ...], due: Array, alarm: Alarm
 ) -> Alarm:
-    """Sets off the alarm if copies differ, where `replicas_every` steps are over."""
-    assert step.layout is not None and step.replicas_every is not None
+    """Sets off the alarm if copies differ, where they are due to be compared."""
+    assert step.layout is not None
     mesh = step.layout.mesh
     specs = [sharding.spec for sharding in structure.shardings]
-    parts = structure.unpack(leaves)
-    due = parts.step // step.replicas_every != before // step.replicas_every
     shape = (mesh.size, len(leaves))
     sums = lax.cond(
         due,

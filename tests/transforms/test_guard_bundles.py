@@ -1,0 +1,120 @@
+"""Steps that trip leave replay bundles, and the run is that which leaves none, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqtrain as et
+
+bundle = pytest.importorskip("eqtrain.bundle")
+pytest.importorskip("safetensors")
+
+
+def loss(w: Any, state: Any, batch: Any, key: Any) -> Any:
+    noise = jax.vmap(jax.random.normal)(key)
+    return et.mean(w * jnp.log(batch["x"]) + 0.1 * w**2 * noise), state, {}
+
+
+def program_of(folder: Path | None, nonfinite: str = "skip", **options: Any) -> Any:
+    shard = et.shard(et.mesh(data=2), batch=P("data"))
+    guard = et.guard(nonfinite=nonfinite, bundles=folder, **options)
+    return et.pipe(loss, shard, et.update(optax.adam(0.1)), et.ema(0.9), guard, et.donate)
+
+
+def start(program: Any) -> et.TrainState:
+    return program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+
+
+def batches(bad: set[int], n: int = 8) -> list[dict[str, np.ndarray]]:
+    """Batches of other numbers each, some of them with a row whose logarithm is NaN."""
+    x = np.random.default_rng(0).uniform(1, 2, (n, 4)).astype(np.float32)
+    x[sorted(bad), 3] = -1
+    return [{"x": rows} for rows in x]
+
+
+def carried(ts: et.TrainState) -> dict[str, bytes]:
+    """Every array that both programs have; the guard that waits has one more."""
+    named = zip(ts.structure.names, ts.leaves, strict=True)
+    return {name: np.array(leaf).tobytes() for name, leaf in named if "waiting" not in name}
+
+
+@pytest.mark.parametrize("bad", [{2}, {2, 3}, {0, 7}], ids=str)
+def test_a_run_that_saves_is_the_run_that_does_not(tmp_path, bad):
+    saving, plain = program_of(tmp_path / "bad"), program_of(None)
+    ts, expected = start(saving), start(plain)
+    states = []
+    for batch in batches(bad):
+        states.append(carried(expected))
+        ts, metrics = saving(ts, batch)
+        expected, seen = plain(expected, batch)
+        assert float(metrics["skipped"]) == float(seen["skipped"])
+        assert (float(metrics["loss"]) == float(seen["loss"])) or np.isnan(float(seen["loss"]))
+    saving.check(ts)
+    plain.check(expected)
+    assert carried(ts) == carried(expected)
+    assert [(trip.step, trip.call) for trip in saving.trips] == [(n, n + 1) for n in sorted(bad)]
+    # What was saved is the step from before it was taken: its state, its number, and its batch.
+    for trip in saving.trips:
+        read = bundle.read_bundle(trip.bundle)
+        assert read.step == trip.step
+        np.testing.assert_array_equal(read.batch["x"], batches(bad)[trip.step]["x"])
+        before = states[trip.step]
+        for name in ("model", "opt_state.0.mu", "opt_state.0.nu", "extra.ema"):
+            assert read.state[name].tobytes() == before[name]
+        assert read.state["step"] == trip.step
+
+
+def test_raise_saves_before_it_raises(tmp_path):
+    program = program_of(tmp_path / "bad", "raise")
+    ts = start(program)
+    first, second, *_ = batches({1})
+    ts, _ = program(ts, first)
+    before = carried(ts)
+    ts, _ = program(ts, second)
+    with pytest.raises(et.NonFiniteError) as caught:
+        program.check(ts)
+    assert caught.value.trip is not None and caught.value.trip.bundle is not None
+    read = bundle.read_bundle(caught.value.trip.bundle)
+    assert read.state["model"].tobytes() == before["model"] and read.step == 1
+    # Training goes on from the state that the error hands over.
+    assert caught.value.state is not None
+    ts, _ = program(caught.value.state, first)
+    program.check(ts)
+    assert int(ts.step) == 2
+
+
+def test_three_are_saved_and_no_more_however_many_trips_follow(tmp_path):
+    program = program_of(tmp_path / "bad", max_consecutive=1000)
+    ts = start(program)
+    (batch,) = batches({0}, 1)
+    for _ in range(105):  # more than `trips` remembers
+        ts, _ = program(ts, batch)
+    program.check(ts)
+    assert int(ts.extra["guard"]["skipped"]) == 105
+    assert len(list((tmp_path / "bad").iterdir())) == 3
+
+
+def test_a_run_that_is_resumed_finds_its_folder_taken(tmp_path):
+    names = []
+    for _ in range(2):
+        program = program_of(tmp_path / "bad")
+        ts, _ = program(start(program), batches({0}, 1)[0])
+        program.check(ts)
+        names.append(Path(program.trips[0].bundle).name)
+    assert names == ["step-0-call-1", "step-0-call-1-2"]
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not held back leaves no state to save"):
+        et.guard(nonfinite="ignore", bundles=tmp_path)
+    guard = et.guard(bundles=tmp_path)
+    repeated = et.pipe(loss, et.update(optax.sgd(0.1)), guard, et.repeat(2), et.jit)
+    ts = start(repeated)
+    with pytest.raises(ValueError, match="Leave out `bundles=` of `et.guard`, or `et.repeat`"):
+        repeated(ts, {"x": np.ones((2, 4), np.float32)})
