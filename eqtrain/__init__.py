@@ -22,7 +22,6 @@ from .compiled import DonationWarning as DonationWarning
 from .compiled import RecompilationError as RecompilationError
 from .compiled import RecompilationWarning as RecompilationWarning
 from .contribution import Contribution as Contribution
-from .explain.explanation import Explanation as Explanation
 from .inspect import Inspection as Inspection
 from .preemption import Preempted as Preempted
 from .preemption import Preemption as Preemption

@@ -25,8 +25,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import batching
 from jaxtyping import Array, PyTree
 
-from .explain.jaxprs import scan_operands
-from .explain.source import Frame, user_frames
+from .frames import Frame, user_frames
+from .jaxprs import scan_operands
 from .varying import vary, varying
 
 # What a check was given: whether it failed, its number, and the values in its message.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from .explain.classes import met_in
-from .explain.record import Flags
-from .explain.source import Frame
 from .findings import Findings
+from .frames import Frame
 from .sharding.placement import Layout
 
 
@@ -65,9 +64,11 @@ def _of_checks(findings: Findings, layout: Layout | None) -> Iterator[Failure]:
             yield Failure(str(error), site.frames, place, microbatch, example, tuple(index))
 
 
-def _of_flags(flags: Flags | None, layout: Layout | None) -> Iterator[Failure]:
+def _of_flags(flags: Any, layout: Layout | None) -> Iterator[Failure]:
     if flags is None:
         return
+    from .explain.classes import met_in  # most runs never need it, and it takes long to import
+
     for device, microbatch in np.ndindex(flags.record.words.shape[:2]):
         for site, message in met_in(flags, (device, microbatch)):
             yield Failure(message, site.frames, coordinates(device, layout), microbatch)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from .compiled import Compiled, check_donated, same_structure
-from .explain.explanation import Explanation
-from .explain.step import Replay, explain_step, make_replay
 from .inspect import Inspection, inspect_compiled
 from .levels import Level
 from .sharding.report import PlacementReport
 from .state import Structure, TrainState
 from .step import Step
 from .trips import Alarm, Trip, read_flag, read_trips
+
+if TYPE_CHECKING:
+    import eqtrain.explain  # takes long, and most runs never need it
 
 # So many replay bundles does a program leave, lest a bad run fill the disk.
 MAX_BUNDLES = 3
@@ -40,7 +41,7 @@ class Program(Level):
     _calls: Any = dataclasses.field(default_factory=lambda: itertools.count(1))
     _bundles: Any = dataclasses.field(default_factory=itertools.count)
     _trips: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=100))
-    _replays: dict[Structure, Replay] = dataclasses.field(default_factory=dict)
+    _replays: dict[Structure, Any] = dataclasses.field(default_factory=dict)
     _structures: list[Structure] = dataclasses.field(default_factory=list)
 
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
@@ -100,7 +101,9 @@ class Program(Level):
         if self._look(ts.flag, ts):
             ts.leaves, ts.flag, ts.fresh = self.step.release(ts).leaves, None, True
 
-    def explain(self, ts: TrainState, batch: PyTree, *, step: int | None = None) -> Explanation:
+    def explain(
+        self, ts: TrainState, batch: PyTree, *, step: int | None = None
+    ) -> eqtrain.explain.Explanation:
         """Replays a step that went wrong, and names what went wrong first.
 
         The loss and its gradients are computed once more, by the same chain on the same mesh, with
@@ -115,7 +118,7 @@ class Program(Level):
         - `step`: its number, which the keys depend on. Unless given it is that of `ts`, or of the
           step that the guard held back last if that made `ts`.
 
-        **Returns:** an `Explanation`, with a rich table where `rich` prints it.
+        **Returns:** an `eqtrain.explain.Explanation`, with a rich table where `rich` prints it.
 
         **Raises:** `UsedStateError` for a TrainState that was donated.
 
@@ -133,6 +136,9 @@ class Program(Level):
         ```
         """
         ts.require_unused()
+        # Most runs never need it, and it takes long to import.
+        from .explain.step import explain_step, make_replay
+
         if ts.structure not in self._replays:
             self._replays[ts.structure] = make_replay(self.step, ts.structure)
         return explain_step(self.step, self._replays[ts.structure], ts, batch, step)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..frames import Frame
 from .blame import Fault
 from .rows import RowBlame
-from .source import Frame
 from .tensors import Indices, Statistics, Tensor
 
 KINDS = {

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..varying import vary
-from .indices import has_indices, index_word
-from .jaxprs import (
+from ..frames import Frame, join, user_frames
+from ..jaxprs import (
     called,
     is_finite_literal,
     is_literal,
@@ -22,10 +21,11 @@ from .jaxprs import (
     needed,
     open_jaxpr,
 )
+from ..varying import vary
+from .indices import has_indices, index_word
 from .loops import Inside, Ran, run_cond, run_scan, run_while
 from .plan import Name, Node, Operand, Scope, Site
 from .record import Record
-from .source import Frame, join, user_frames
 from .tensors import measure
 from .words import divisor_word, is_float, rule_of, word_after, word_of, words_chosen
 

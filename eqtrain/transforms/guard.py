@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
-from ..explain.classes import CLASSES, set_off
-from ..explain.watch import watching
 from ..extras import extra
+from ..findings import Watch
 from ..levels import Link, once
 from ..metrics import Sum, map_metrics
 from ..spikes import Spike
@@ -33,7 +32,7 @@ from ..step import (
 )
 from ..trips import Trip, make_alarm
 
-CHECKS = ("user", *CLASSES)
+CHECKS = ("user", "float", "index", "division")
 
 
 def guard(
@@ -141,7 +140,7 @@ def guard(
             chain=(*step.chain, Link(source, Step)),
             wrapped=given,
             layers=(*step.layers, layer),
-            look=Look(checks="user" in chosen, watch=watching() if classes else None),
+            look=Look(checks="user" in chosen, watch=_watch() if classes else None),
             replicas_every=replicas_every,
             bundles=None if bundles is None else os.fspath(bundles),
         )
@@ -200,6 +199,8 @@ class _Guarding:
         if outcome.findings is not None:
             causes["check"] = outcome.findings.failed()
             if self.classes:
+                from ..explain.classes import set_off
+
                 causes["check"] = causes["check"] | set_off(outcome.findings.flags, self.classes)
         limits = (jnp.full((), jnp.inf),) * 2
         metrics = dict(outcome.metrics)
@@ -313,6 +314,12 @@ class _Guarding:
 def _with_counts(parts: Parts, **counts: Any) -> Parts:
     extra = {**parts.extra, "guard": {**parts.extra["guard"], **counts}}
     return dataclasses.replace(parts, extra=extra)
+
+
+def _watch() -> Watch:
+    from ..explain.watch import watching  # few guards need it, and it takes long to import
+
+    return watching()
 
 
 def _any(conditions: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:

@@ -19,6 +19,8 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
+from eqtrain.explain.classes import CLASSES
+from eqtrain.transforms import guard as guard_module
 
 ROWS = 16
 BAD = {3: -1.0, 12: -2.0}
@@ -379,3 +381,7 @@ def test_a_nan_that_nothing_comes_of_is_none_for_the_user_checks_alone():
     assert trips_of(program_of(loss=masked)) == ()
     (trip,) = trips_of(program_of(loss=masked, guard=et.guard(checks="float")))
     assert [failure.message for failure in trip.failures] == ["a NaN was made by `log`"]
+
+
+def test_the_guard_names_the_classes_that_there_are():
+    assert guard_module.CHECKS == ("user", *CLASSES)

@@ -21,7 +21,7 @@ def loss(w: Any, state: Any, batch: Any, key: Any) -> Any:
     return et.mean(w * jnp.log(batch["x"]) + 0.1 * w**2 * noise), state, {}
 
 
-def program_of(folder: Path | None, nonfinite: str = "skip", **options: Any) -> Any:
+def program_of(folder: Path | None, nonfinite: Any = "skip", **options: Any) -> Any:
     shard = et.shard(et.mesh(data=2), batch=P("data"))
     guard = et.guard(nonfinite=nonfinite, bundles=folder, **options)
     return et.pipe(loss, shard, et.update(optax.adam(0.1)), et.ema(0.9), guard, et.donate)
