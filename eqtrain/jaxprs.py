@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 # These run their jaxpr once, on their operands: it can be read as if it stood in their place.
 CALLS = frozenset(
@@ -59,6 +60,14 @@ def needed(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[tuple[Any, 
             found.append((eqn, used))
             live.update(atom for atom in eqn.invars if not is_literal(atom))
     return found[::-1]
+
+
+def primitives(jaxpr: Any) -> set[str]:
+    """The names of all primitives in a jaxpr, however deep."""
+    jaxpr, _ = open_jaxpr(jaxpr)
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    inner = [sub for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params)]
+    return names.union(*map(primitives, inner))
 
 
 def is_literal(atom: Any) -> bool:

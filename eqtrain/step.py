@@ -51,8 +51,9 @@ class Outcome:
 
     **Fields:**
 
-    - `finite`: whether the new parameters are.
-    - `overflow`: whether loss scaling skipped it already.
+    - `finite`: says whether the new parameters are. It costs time, so only who asks for it pays.
+    - `overflow`: whether loss scaling skips it.
+    - `loss_scale`: what loss scaling has learnt from it.
     - `findings`: what its checks were given.
     - `alarm`: what the host looks at, see `Alarm`.
     """
@@ -60,13 +61,16 @@ class Outcome:
     metrics: dict[str, PyTree]
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
-    finite: Bool[Array, ""]
+    finite: Callable[[], Bool[Array, ""]]
     overflow: Bool[Array, ""] | None = None
+    loss_scale: PyTree = None
     findings: Findings | None = None
     alarm: Alarm | None = None
 
 
-Advance = Callable[[Parts, PyTree], tuple[Parts, Outcome]]
+# Makes the next parts. It is pure, and may be traced more than once.
+Take = Callable[[], Parts]
+Advance = Callable[[Parts, PyTree], tuple[Take, Outcome]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Step(Level):
 
     name: ClassVar[str] = "Step"
     begin: Callable[[PyTree, PyTree, Array], Parts]
-    advance: Callable[[Parts, PyTree, Look], tuple[Parts, Outcome]]
+    advance: Callable[[Parts, PyTree, Look], tuple[Take, Outcome]]
     layout: Layout | None
     # How the optimizer's state lies, which is as the parameters unless `update` splits it.
     state_layout: Layout | None
@@ -146,15 +150,15 @@ class Step(Level):
     def run(self, parts: Parts, batch: PyTree) -> tuple[Parts, dict[str, PyTree], Alarm | None]:
         """Takes the step (or steps): the next parts, the metrics, and the alarm."""
 
-        def looked_at(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
+        def looked_at(parts: Parts, batch: PyTree) -> tuple[Take, Outcome]:
             return self.advance(parts, batch, self.look)
 
         advance: Advance = looked_at
         for layer in sorted(self.layers, key=lambda layer: layer.rank):
             advance = layer.wrap(advance)
         if self.num_steps is None:
-            parts, outcome = advance(parts, batch)
-            return parts, outcome.metrics, outcome.alarm
+            take, outcome = advance(parts, batch)
+            return take(), outcome.metrics, outcome.alarm
         return self._run_many(advance, parts, batch, self.num_steps)
 
     def _run_many(
@@ -176,8 +180,8 @@ class Step(Level):
         arrays, static = eqx.partition(parts, eqx.is_array)
 
         def body(arrays: PyTree, batch: PyTree) -> Any:
-            parts, outcome = advance(eqx.combine(arrays, static), batch)
-            return eqx.filter(parts, eqx.is_array), (outcome.metrics, outcome.alarm)
+            take, outcome = advance(eqx.combine(arrays, static), batch)
+            return eqx.filter(take(), eqx.is_array), (outcome.metrics, outcome.alarm)
 
         arrays, (metrics, alarm) = lax.scan(body, arrays, jax.tree.map(jnp.asarray, batch))
         return eqx.combine(arrays, static), metrics, alarm
@@ -210,12 +214,37 @@ class Step(Level):
         return TrainState(ts.structure.pack(parts), ts.structure, fresh=True), metrics
 
 
-def keep(ok: Bool[Array, ""], new: Parts, old: Parts) -> Parts:
-    """`new` where `ok`, else `old` bit for bit; the count of steps goes on either way."""
-    chosen = jax.tree.map(
-        lambda a, b: jnp.where(ok, a, b) if eqx.is_array(a) and a is not b else a, new, old
-    )
-    return dataclasses.replace(chosen, step=new.step)
+def keep(ok: Bool[Array, ""], take: Take, old: Parts) -> Parts:
+    """What `take` makes where `ok`, else `old` bit for bit. The count of steps goes on anyway."""
+    step = old.step + 1
+    kept, static = eqx.partition(old, eqx.is_array)
+    made = jax.eval_shape(lambda: eqx.filter(take(), eqx.is_array))
+    if _kinds(made) != _kinds(kept):
+        return take()  # which `TrainState` refuses, by the name of the leaf
+    new = branch(ok, lambda: eqx.filter(take(), eqx.is_array), lambda: kept)
+    return dataclasses.replace(eqx.combine(new, static), step=step)
+
+
+def branch(
+    ok: Bool[Array, ""], then: Callable[[], PyTree], otherwise: Callable[[], PyTree]
+) -> PyTree:
+    """`then()` where `ok`, else `otherwise()`, with nothing computed in vain where that is cheap.
+
+    On a CPU a branch lets an update write over what it reads, where a select holds both. On a GPU
+    a branch makes the host wait for the device, and a select is one more operand of a kernel.
+    """
+    if not isinstance(ok, jax.core.Tracer):
+        return then() if ok else otherwise()
+
+    def select() -> PyTree:
+        return jax.tree.map(lambda a, b: a if a is b else jnp.where(ok, a, b), then(), otherwise())
+
+    return lax.platform_dependent(cpu=lambda: lax.cond(ok, then, otherwise), default=select)
+
+
+def _kinds(arrays: PyTree) -> Any:
+    leaves, treedef = jax.tree.flatten(arrays)
+    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def as_step(given: Any, source: str) -> Step:

@@ -61,7 +61,8 @@ def make_replay(step: Step, structure: Structure, probe: Site | None = None) -> 
         parts = structure.unpack(leaves)
         parts = dataclasses.replace(parts, step=number.astype(parts.step.dtype))
         look = Look(checks=True, watch=watching(probe), rows=rows)
-        new, outcome = step.advance(parts, batch, look)
+        take, outcome = step.advance(parts, batch, look)
+        new = take()
         params = eqx.filter(new.model, step.is_trainable(new.model))
         names[:] = [name for name, _ in named_leaves(params)]
         ruined = [~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ..levels import Link, once
 from ..metrics import accumulator_dtype
 from ..state import Parts
-from ..step import Advance, Layer, Outcome, Step, as_step
+from ..step import Advance, Layer, Outcome, Step, Take, as_step
 
 
 def ema(decay: float) -> Callable[[Any], Step]:
@@ -55,20 +55,24 @@ def ema(decay: float) -> Callable[[Any], Step]:
             return dataclasses.replace(parts, extra={**parts.extra, "ema": average})
 
         def wrap(advance: Advance) -> Advance:
-            def averaged(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
-                new, outcome = advance(parts, batch)
+            def averaged(parts: Parts, batch: PyTree) -> tuple[Take, Outcome]:
+                take, outcome = advance(parts, batch)
 
                 def blend(average: Any, p: Any) -> Any:
                     return decay * average + (1 - decay) * p.astype(average.dtype)
 
-                average = jax.tree.map(blend, parts.extra["ema"], _params(step, new.model))
-                if outcome.overflow is not None:
-                    average = jax.tree.map(
-                        lambda a, b: jnp.where(jnp.isfinite(outcome.grad_norm), a, b),
-                        average,
-                        parts.extra["ema"],
-                    )
-                return dataclasses.replace(new, extra={**new.extra, "ema": average}), outcome
+                def take_averaged() -> Parts:
+                    new = take()
+                    average = jax.tree.map(blend, parts.extra["ema"], _params(step, new.model))
+                    if outcome.overflow is not None:
+                        average = jax.tree.map(
+                            lambda a, b: jnp.where(jnp.isfinite(outcome.grad_norm), a, b),
+                            average,
+                            parts.extra["ema"],
+                        )
+                    return dataclasses.replace(new, extra={**new.extra, "ema": average})
+
+                return take_averaged, outcome
 
             return averaged
 

@@ -27,6 +27,7 @@ from ..step import (
     ReplicasError,
     Step,
     StepError,
+    Take,
     as_step,
     keep,
 )
@@ -179,13 +180,13 @@ class _Guarding:
         return dataclasses.replace(parts, extra={**parts.extra, "guard": counts})
 
     def wrap(self, advance: Advance) -> Advance:
-        def guarded(parts: Parts, batch: PyTree) -> tuple[Parts, Outcome]:
-            new, outcome = advance(parts, batch)
-            return self._after(parts, new, outcome)
+        def guarded(parts: Parts, batch: PyTree) -> tuple[Take, Outcome]:
+            take, outcome = advance(parts, batch)
+            return self._after(parts, take, outcome)
 
         return guarded
 
-    def _after(self, old: Parts, new: Parts, outcome: Outcome) -> tuple[Parts, Outcome]:
+    def _after(self, old: Parts, take: Take, outcome: Outcome) -> tuple[Take, Outcome]:
         counts = old.extra["guard"]
         never = jnp.zeros((), bool)
         loss_ok, grads_ok = jnp.isfinite(outcome.loss), jnp.isfinite(outcome.grad_norm)
@@ -194,7 +195,7 @@ class _Guarding:
         causes = {
             "loss": ~loss_ok,
             "gradients": loss_ok & ~grads_ok & ~scaled,
-            "update": loss_ok & grads_ok & ~outcome.finite,
+            "update": loss_ok & grads_ok & ~outcome.finite(),
         }
         if outcome.findings is not None:
             causes["check"] = outcome.findings.failed()
@@ -225,23 +226,29 @@ class _Guarding:
         if self.waits:
             after["waiting"] = held | failed
         if self.nonfinite == "ignore":
-            kept, counted = new, "nonfinite"
+            counted, in_a_row = "nonfinite", jnp.zeros_like(in_a_row)
             causes = {"spike": causes["spike"]} if self.spike is not None else {}
-            in_a_row = jnp.zeros_like(in_a_row)
         else:
-            kept, counted = keep(~(bad | held), new, old), "skipped"
-            metrics = _left_out(bad | held, metrics)
-            stays = held | failed if self.nonfinite == "raise" else held
-            kept = dataclasses.replace(kept, step=jnp.where(stays, old.step, new.step))
-        extra = {**kept.extra, "guard": after}
-        if "loss_scale" in new.extra:
-            # A scale learns from overflow alone, for which a loss that is not finite is no sign.
-            moves = ~held if self.nonfinite == "ignore" else ~(held | failed)
-            extra["loss_scale"] = jax.tree.map(
-                lambda a, b: jnp.where(moves, a, b),
-                new.extra["loss_scale"],
-                old.extra["loss_scale"],
-            )
+            counted, metrics = "skipped", _left_out(bad | held, metrics)
+
+        def take_guarded() -> Parts:
+            if self.nonfinite == "ignore":
+                parts = take()
+            else:
+                parts = keep(~(bad | held), take, old)
+                stays = held | failed if self.nonfinite == "raise" else held
+                parts = dataclasses.replace(parts, step=jnp.where(stays, old.step, parts.step))
+            extra = {**parts.extra, "guard": after}
+            if outcome.loss_scale is not None:
+                # A scale learns from overflow, of which a loss that is not finite is no sign.
+                moves = ~held if self.nonfinite == "ignore" else ~(held | failed)
+                extra["loss_scale"] = jax.tree.map(
+                    lambda a, b: jnp.where(moves, a, b),
+                    outcome.loss_scale,
+                    old.extra["loss_scale"],
+                )
+            return dataclasses.replace(parts, extra=extra)
+
         metrics[counted] = Sum(bad.astype(jnp.int32))
         if self.spike is not None:
             metrics["spike"] = Sum(causes["spike"].astype(jnp.int32))
@@ -252,10 +259,7 @@ class _Guarding:
             (outcome.loss, outcome.grad_norm, *limits),
             outcome.findings,
         )
-        return (
-            dataclasses.replace(kept, extra=extra),
-            dataclasses.replace(outcome, metrics=metrics, alarm=alarm),
-        )
+        return take_guarded, dataclasses.replace(outcome, metrics=metrics, alarm=alarm)
 
     @property
     def _skips_spikes(self) -> bool:

@@ -16,15 +16,21 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, PyTree
 
-from ..contribution import batch_size, is_example_array, mean_grads
-from ..levels import Contribute, Link, LossScaling, as_contribute, is_trainable_array
+from ..contribution import (
+    batch_size,
+    is_example_array,
+    mean_grads,
+)
+from ..jaxprs import primitives
+from ..levels import Contribute, Link, as_contribute, is_trainable_array
+from ..loss_scaling import first_scale, next_scale
 from ..metrics import Combination, Mean
 from ..paths import named_leaves
 from ..random import example_keys
 from ..sharding.ordered import fence
 from ..sharding.placement import Layout, split_state
 from ..state import Parts, scalars_as_arrays
-from ..step import Look, Outcome, Step, keep
+from ..step import Look, Outcome, Step, Take, branch, keep
 from .precision import cast
 
 # A function from the model to a pytree of booleans, or such a pytree, or None.
@@ -73,6 +79,8 @@ def update(
             f"Got {type(optimizer).__name__}. Write `et.update(optax.adamw(3e-4))`."
         )
     optimizer = optax.with_extra_args_support(optimizer)
+    # Traced once, though it stands in more than one branch.
+    compute = jax.jit(_as_optax_promotes(functools.partial(_updated, optimizer)))
     source = "et.update(optimizer)"
 
     def transform(given: Any) -> Step:
@@ -86,7 +94,7 @@ def update(
             _warn_of_narrow(params)
             extra = {}
             if inner.loss_scaling is not None:
-                extra["loss_scale"] = _first_scale(inner.loss_scaling)
+                extra["loss_scale"] = first_scale(inner.loss_scaling)
             return Parts(
                 model=model,
                 state=state,
@@ -96,8 +104,8 @@ def update(
                 extra=extra,
             )
 
-        def advance(parts: Parts, batch: PyTree, look: Look) -> tuple[Parts, Outcome]:
-            return _advance(inner, optimizer, trainable, state_layout, parts, batch, look)
+        def advance(parts: Parts, batch: PyTree, look: Look) -> tuple[Take, Outcome]:
+            return _advance(inner, compute, trainable, state_layout, parts, batch, look)
 
         return Step(
             chain=(*inner.chain, Link(source, Step)),
@@ -139,13 +147,13 @@ def _trained_specs(layout: Layout, model: PyTree, mask: PyTree) -> tuple[P, ...]
 
 def _advance(
     inner: Contribute,
-    optimizer: Any,
+    compute: Callable[..., tuple[PyTree, PyTree]],
     trainable: Choice,
     state_layout: Layout | None,
     parts: Parts,
     batch: PyTree,
     look: Look,
-) -> tuple[Parts, Outcome]:
+) -> tuple[Take, Outcome]:
     rows = batch_size(batch)
     examples = jnp.arange(rows, dtype=jnp.int32)
     if look.rows is not None:
@@ -164,63 +172,87 @@ def _advance(
         objective = dataclasses.replace(objective, grad_specs=grad_specs)
     total = inner.contribute(parts.model, parts.state, batch, keys, objective)
 
-    grads = mean_grads(total, objective)
-    if inner.order == "tree":
-        grads = fence(grads, parts.step)
-    norm = optax.tree.norm(grads)
+    def grads(sums: PyTree) -> PyTree:
+        mean = mean_grads(dataclasses.replace(total, grads=sums), objective)
+        return fence(mean, parts.step) if inner.order == "tree" else mean
 
-    params = eqx.filter(parts.model, mask)
-    updates, opt_state = _as_optax_promotes(optimizer.update)(
-        jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params),
-        parts.opt_state,
-        params,
-        value=total.loss.value,
-    )
-    params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-    if split is not None and layout is not None and objective.grad_specs is not None:
-        # Each device updates its part; only then the parts are gathered.
-        params = split.constrain(params, objective.grad_specs)
-        params = layout.constrain(params, _trained_specs(layout, parts.model, mask))
-    new = Parts(
-        model=eqx.combine(params, parts.model),
-        state=total.state,
-        opt_state=opt_state,
-        key=parts.key,
-        step=parts.step + 1,
-        extra=parts.extra,
-    )
+    # The norm is known before an update begins, or XLA fuses the two, and takes three times as long
+    # over both. Only sums are held meanwhile: what divides them is fused with what reads them.
+    sums, norm = jax.lax.optimization_barrier((total.grads, optax.tree.norm(grads(total.grads))))
+    old = eqx.filter(parts.model, mask)
+
+    def updated() -> tuple[PyTree, PyTree]:
+        return compute(grads(sums), parts.opt_state, old, total.loss.value)
+
+    if _is_costly(updated):  # too dear to do twice, so that both old and new are held
+        once = updated()
+        updated = lambda: once  # noqa: E731
+    scale_after = parts.extra.get("loss_scale")
+    overflow = None
+    if inner.loss_scaling is not None and scale is not None:
+        # At a scale of 1 there is nothing left to reduce: the gradient itself is not finite.
+        overflow = ~jnp.isfinite(norm) & (scale > 1)
+        scale_after = next_scale(inner.loss_scaling, scale_after, jnp.isfinite(norm))
+
+    def take() -> Parts:
+        params, opt_state = updated()
+        if split is not None and layout is not None and objective.grad_specs is not None:
+            # Each device updates its part; only then the parts are gathered.
+            params = split.constrain(params, objective.grad_specs)
+            params = layout.constrain(params, _trained_specs(layout, parts.model, mask))
+        return Parts(
+            model=eqx.combine(params, parts.model),
+            state=total.state,
+            opt_state=opt_state,
+            key=parts.key,
+            step=parts.step + 1,
+            extra=parts.extra,
+        )
+
+    def take_scaled() -> Parts:
+        new = keep(jnp.isfinite(norm), take, parts)
+        return dataclasses.replace(new, extra={**new.extra, "loss_scale": scale_after})
+
     metrics = {
         "loss": _as_mean(total.loss),
         "grad_norm": Mean(norm, jnp.ones_like(norm)),
         **total.metrics,
     }
-    overflow = None
-    if inner.loss_scaling is not None and scale is not None:
-        finite = jnp.isfinite(norm)
-        # At a scale of 1 there is nothing left to reduce: the gradient itself is not finite.
-        overflow = ~finite & (scale > 1)
-        new = keep(finite, new, parts)
-        loss_scale = _next_scale(inner.loss_scaling, parts.extra["loss_scale"], finite)
-        new = dataclasses.replace(new, extra={**parts.extra, "loss_scale": loss_scale})
+    if scale is not None:
         metrics["loss_scale"] = Mean(scale, jnp.ones_like(scale))
-    finite = _stays_finite(params, eqx.filter(parts.model, mask), norm)
-    return new, Outcome(metrics, total.loss.value, norm, finite, overflow, total.findings)
 
+    def stays_finite() -> Bool[Array, ""]:
+        return branch(
+            jnp.isfinite(norm),
+            lambda: _all_stay_finite(updated()[0], old),
+            lambda: jnp.zeros((), bool),
+        )
 
-def _stays_finite(new: PyTree, old: PyTree, norm: Float[Array, ""]) -> Bool[Array, ""]:
-    """Whether every number that was finite still is. Dead code where no guard asks.
-
-    In a branch of its own, or XLA computes the update once more in every sum, and takes seconds to
-    compile that.
-    """
-
-    def all_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
-        each = jax.tree.map(lambda a, b: (jnp.isfinite(a) | ~jnp.isfinite(b)).all(), new, old)
-        return functools.reduce(jnp.logical_and, jax.tree.leaves(each))
-
-    return jax.lax.cond(
-        jnp.isfinite(norm), all_finite, lambda new, old: jnp.zeros((), bool), new, old
+    outcome = Outcome(
+        metrics, total.loss.value, norm, stays_finite, overflow, scale_after, total.findings
     )
+    return take if scale is None else take_scaled, outcome
+
+
+def _updated(
+    optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Float[Array, ""]
+) -> tuple[PyTree, PyTree]:
+    """The next parameters and the next state of the optimizer."""
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+    return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates), opt_state
+
+
+def _is_costly(compute: Callable[[], Any]) -> bool:
+    """Whether an update does more than read and write: products of matrices, or loops."""
+    jaxpr = jax.make_jaxpr(compute)()
+    return not primitives(jaxpr).isdisjoint(("dot_general", "scan", "while"))
+
+
+def _all_stay_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
+    """Whether every number that was finite still is."""
+    each = jax.tree.map(lambda a, b: (jnp.isfinite(a) | ~jnp.isfinite(b)).all(), new, old)
+    return functools.reduce(jnp.logical_and, jax.tree.leaves(each))
 
 
 def _as_mean(loss: Combination) -> Mean | Combination:
@@ -267,25 +299,3 @@ def _warn_of_narrow(params: PyTree) -> None:
             "chain: it computes in bfloat16 and keeps float32 parameters.",
             stacklevel=2,
         )
-
-
-def _first_scale(scaling: LossScaling) -> dict[str, Array]:
-    return {
-        "scale": jnp.asarray(scaling.initial, jnp.float32),
-        "good_steps": jnp.zeros((), jnp.int32),
-    }
-
-
-def _next_scale(
-    scaling: LossScaling, now: dict[str, Array], finite: Bool[Array, ""]
-) -> dict[str, Array]:
-    good_steps = jnp.where(finite, now["good_steps"] + 1, 0)
-    grow = good_steps >= scaling.period
-    grown = jnp.where(grow, now["scale"] * scaling.factor, now["scale"])
-    shrunk = jnp.maximum(now["scale"] / scaling.factor, 1.0)
-    # A scale beyond float32 would never come back.
-    grown = jnp.where(jnp.isfinite(grown), grown, now["scale"])
-    return {
-        "scale": jnp.where(finite, grown, shrunk),
-        "good_steps": jnp.where(grow, 0, good_steps),
-    }
