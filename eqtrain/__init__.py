@@ -25,6 +25,7 @@ from .contribution import Contribution as Contribution
 from .inspect import Inspection as Inspection
 from .preemption import Preempted as Preempted
 from .preemption import Preemption as Preemption
+from .products import matmul as matmul
 from .program import Program as Program
 from .random import dropout as dropout
 from .random import example_keys as example_keys

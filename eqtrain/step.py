@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .findings import Findings, Watch
@@ -233,7 +234,7 @@ def branch(
     On a CPU a branch lets an update write over what it reads, where a select holds both. On a GPU
     a branch makes the host wait for the device, and a select is one more operand of a kernel.
     """
-    if not isinstance(ok, jax.core.Tracer):
+    if not isinstance(ok, Tracer):
         return then() if ok else otherwise()
 
     def select() -> PyTree:

@@ -123,7 +123,7 @@ class MaskedLanguage(eqx.Module):
         if at is not None:
             x_BPD = jnp.take_along_axis(x_BPD, at[..., None], axis=1)
         x_BPD = self.norm(gelu(self.transform(x_BPD)))
-        logits = x_BPD @ self.bert.words.weight.T
+        logits = et.matmul(x_BPD, self.bert.words.weight.T)
         return logits + _over_last_dim(self.bias, logits.ndim)
 
 

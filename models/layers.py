@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
+import eqtrain as et
+
 
 class Linear(eqx.Module):
     """Computes `x @ weight + bias` over the last dim.
@@ -38,7 +40,7 @@ class Linear(eqx.Module):
         self.bias = jax.random.uniform(bias_key, (num_out,), minval=-bound, maxval=bound)
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        return x @ self.weight + _over_last_dim(self.bias, x.ndim)
+        return et.matmul(x, self.weight) + _over_last_dim(self.bias, x.ndim)
 
 
 class Conv2d(eqx.Module):

@@ -220,7 +220,7 @@ class Llama(eqx.Module):
         x_BSD = norm(x_BSD)
         weight = self.embedding.weight if self.head is None else self.head.weight
         x_BSD = enter(x_BSD, weight, self.axis, sequence=self.sequence_parallel)
-        return x_BSD @ weight.T if self.head is None else self.head(x_BSD)
+        return et.matmul(x_BSD, weight.T) if self.head is None else self.head(x_BSD)
 
     def nll(
         self,

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, PyTree
 
+import eqtrain as et
+
 from .layers import _over_last_dim, _varying
 
 
@@ -176,7 +178,7 @@ class ColumnLinear(eqx.Module):
                 f"Got {jax.typeof(x)}, equal along `{self.axis}`. "
                 "Write `x = enter(x, layer.weight, axis)` once, for all layers that share `x`."
             )
-        y = x @ self.weight
+        y = et.matmul(x, self.weight)
         return y if self.bias is None else y + _over_last_dim(self.bias, y.ndim)
 
 
@@ -223,7 +225,7 @@ class RowLinear(eqx.Module):
 
         **Raises:** see `leave`.
         """
-        y = leave(x @ self.weight, self.weight, self.axis, sequence=self.sequence)
+        y = leave(et.matmul(x, self.weight), self.weight, self.axis, sequence=self.sequence)
         if self.bias is None:
             return y
         bias = self.bias

@@ -187,12 +187,11 @@ def _advance(
     if _is_costly(updated):  # too dear to do twice, so that both old and new are held
         once = updated()
         updated = lambda: once  # noqa: E731
-    scale_after = parts.extra.get("loss_scale")
-    overflow = None
+    overflow = scale_after = None
     if inner.loss_scaling is not None and scale is not None:
         # At a scale of 1 there is nothing left to reduce: the gradient itself is not finite.
         overflow = ~jnp.isfinite(norm) & (scale > 1)
-        scale_after = next_scale(inner.loss_scaling, scale_after, jnp.isfinite(norm))
+        scale_after = next_scale(inner.loss_scaling, parts.extra["loss_scale"], jnp.isfinite(norm))
 
     def take() -> Parts:
         params, opt_state = updated()
