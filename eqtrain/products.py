@@ -70,6 +70,6 @@ def _weight_grad_on_cpu(
     """`x.T @ grad`, by whichever transposes fewer numbers: `x`, or `grad` and the result."""
     rows, num_in, num_out = *x.shape, grad.shape[1]
     # The barriers keep XLA from folding what is transposed into the product.
-    if rows * num_in <= rows * num_out + num_in * num_out:
+    if rows * num_in < rows * num_out + num_in * num_out:
         return lax.optimization_barrier(x.T) @ grad
     return lax.optimization_barrier(lax.optimization_barrier(grad.T) @ x).T
