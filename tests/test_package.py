@@ -29,8 +29,9 @@ def public() -> dict[str, object]:
     Read from the text, because importing a submodule leaves it in `vars(eqtrain)` unasked.
     """
     tree = ast.parse(inspect.getsource(eqtrain))
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    names = [alias.asname for node in imports for alias in node.names if alias.asname]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [alias.asname or "_" for node in imports for alias in node.names]
+    names = [name for name in names if not name.startswith("_")]
     assert names, "`eqtrain/__init__.py` exports nothing."
     return {name: getattr(eqtrain, name) for name in names}
 
@@ -142,3 +143,10 @@ def test_every_public_name_is_in_the_documentation():
 def test_unmentioned_names_are_found():
     text = "Prose says update. Code says `et.accumulate(8)` and\n```python\nguarded(et.mean)\n```"
     assert unmentioned(["accumulate", "mean", "update", "guard"], text) == ["update", "guard"]
+
+
+def test_what_is_imported_when_used_is_listed_and_found_and_nothing_else_is():
+    assert {"checkpoint", "data", "interop", "update"} <= set(dir(eqtrain))
+    assert eqtrain.data.Loader.__module__ == "eqtrain.data.loader"
+    with pytest.raises(AttributeError, match="no attribute 'loader'"):
+        eqtrain.loader
