@@ -24,7 +24,7 @@ def matmul(x: Float[Array, "*batch_in"], weight: Float[Array, "*in_out"]) -> Flo
     **Raises:** `ValueError` for a weight that is no matrix, or does not fit.
 
     ```python
-    >>> float(jax.grad(lambda w: matmul(jnp.ones((2, 3)), w).sum())(jnp.ones((3, 4)))[0, 0])
+    >>> float(jax.grad(lambda w: et.matmul(jnp.ones((2, 3)), w).sum())(jnp.ones((3, 4)))[0, 0])
     2.0
 
     ```
