@@ -129,17 +129,17 @@ def first_head(num_classes: int, dim: int) -> Float[np.ndarray, "classes dim"]:
     return np.random.default_rng(0).normal(0, 0.02, (num_classes, dim)).astype(np.float32)
 
 
-def made_up_batch(num_rows: int, length: int) -> Batch:
+def made_up_batch(rows: int, length: int) -> Batch:
     """A batch of the shape that steps are timed on, of ragged rows."""
     rng = np.random.default_rng(0)
-    lengths = np.linspace(length // 2, length, num_rows).astype(int)
+    lengths = np.linspace(length // 2, length, rows).astype(int)
     mask = (np.arange(length) < lengths[:, None]).astype(np.int32)
-    tokens = rng.integers(1000, 30_000, size=(num_rows, length), dtype=np.int32)
+    tokens = rng.integers(1000, 30_000, size=(rows, length), dtype=np.int32)
     return {
         "tokens": tokens * mask,
         "mask": mask,
-        "label": rng.integers(0, 25, size=num_rows, dtype=np.int32),
-        "weight": np.ones(num_rows, np.float32),
+        "label": rng.integers(0, 25, size=rows, dtype=np.int32),
+        "weight": np.ones(rows, np.float32),
     }
 
 

@@ -43,7 +43,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -53,11 +52,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.contenders import ENVIRONMENT, HERE, Contender, cells_of, measure, print_table
 from benchmarks.environment import environment
 from benchmarks.peers import products_bert
-from benchmarks.sharding import WorkerError, paired, require_same_losses, spread
+from benchmarks.sharding import paired, require_same_losses, spread
 
-HERE = Path(__file__).resolve().parent
 SCRIPTS = {
     "eqtrain": ["eqtrain_bert.py"],
     "torch": ["torch_bert.py", "--serve"],
@@ -67,59 +66,6 @@ SCRIPTS = {
     "products": ["products_bert.py"],
 }
 TORCH = ("torch", "torch_compile")
-COMPARED = 3
-
-
-class Contender:
-    """A process that takes steps of one size, and what it needed for them."""
-
-    def __init__(self, name: str, log: Path):
-        self.name = name
-        self.log = log
-        self.step_ms: list[float] = []
-        self.ready_seconds = 0.0
-        self.peak_bytes = 0
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "peers" / SCRIPTS[name][0]), *SCRIPTS[name][1:]],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                cwd=HERE.parent,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            )
-
-    def ask(self, do: str, stepper: str = "step", **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            line = json.dumps({"do": do, "name": stepper, **request})
-            print(line, file=self._process.stdin, flush=True)
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise WorkerError(f"`{self.name}` ended: {self.log.read_text()[-2000:]}")
-
-    def measure(self, steps: int) -> None:
-        self.step_ms.append(self.ask("run", steps=steps)["seconds"] * 1000 / steps)
-
-    def first_losses(self) -> list[float]:
-        """Without dropout, of a small batch."""
-        made = self.ask("make", "check", rows=4, length=16, dropout=0.0)
-        more = [self.ask("run", "check", steps=1)["loss"] for _ in range(COMPARED - 1)]
-        self.ask("drop", "check")
-        return [made["loss"], *more]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,23 +86,19 @@ def steps_part(
     with contextlib.ExitStack() as stack:
         contenders = []
         for name in names:
-            contender = Contender(name, folder / f"{name}-{size.rows}.log")
+            contender = Contender(name, SCRIPTS[name], folder / f"{name}-{size.rows}.log")
             stack.callback(contender.close)
-            made = contender.ask("make", rows=size.rows, length=size.length, dropout=0.1)
-            contender.ready_seconds = made["seconds"]
+            contender.make(dataclasses.asdict(size), dropout=0.1)
             contenders.append(contender)
-        order, shuffle = list(contenders), random.Random(0).shuffle
-        for contender in order:
-            contender.ask("run", steps=1)  # the first after compilation is not counted
-        for _ in range(rounds):
-            shuffle(order)
-            for contender in order:
-                contender.measure(steps)
         for contender in contenders:
-            contender.peak_bytes = contender.ask("memory")["bytes"]
+            contender.ask("run", steps=1)  # the first after compilation is not counted
+        measure(contenders, rounds, steps)
         if check:  # last, so that it is in no figure
             models = [contender for contender in contenders if contender.name != "products"]
-            require_same_losses({model.name: model.first_losses() for model in models})
+            small = dataclasses.asdict(Size(4, 16))
+            require_same_losses(
+                {model.name: model.first_losses(small, dropout=0.0) for model in models}
+            )
     by_name = {contender.name: contender for contender in contenders}
     lines = []
     for contender in contenders:
@@ -210,7 +152,7 @@ def finetune_part(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]
         "torch_compile": ["peers/torch_bert.py", "--compile"],
     }
     settings = {
-        "JAX_PLATFORMS": "cpu",
+        **ENVIRONMENT,
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     }
@@ -241,45 +183,10 @@ def rows_of(lines: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the table of steps."""
     header = ["batch", "contender", "step ms", "quartiles", "over ours", "over products"]
     header += ["ready s", "peak GB"]
-    rows = []
-    for line in lines:
-        step = line["step_ms"]
-        ratios = [line.get(f"over_{other}") for other in ("eqtrain", "products")]
-        rows.append(
-            [
-                line["size"],
-                line["contender"],
-                f"{step['median']:.0f}",
-                f"{step['q1']:.0f} - {step['q3']:.0f}",
-                *(
-                    f"{ratio['median']:.2f} ({ratio['q1']:.2f} - {ratio['q3']:.2f})"
-                    if ratio
-                    else ""
-                    for ratio in ratios
-                ),
-                f"{line['ready_seconds']:.1f}",
-                f"{line['peak_bytes'] / 1e9:.2f}",
-            ]
-        )
-    return header, rows
-
-
-def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        for row in [header, *rows]:
-            print(" | ".join(row))
-        return
-    table = Table(title=title, title_justify="left")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index < 2 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    # A table that is written to a file must not be folded to the width of a terminal.
-    (console if console.is_terminal else Console(width=160)).print(table)
+    return header, [
+        [line["size"], line["contender"], *cells_of(line, ("eqtrain", "products"))]
+        for line in lines
+    ]
 
 
 def arguments() -> argparse.Namespace:

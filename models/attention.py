@@ -72,30 +72,31 @@ def attend(
     batch, seq, heads, head_dim = q_BSNH.shape
     kv_heads = k_BTKH.shape[2]
     # Heads first, and all queries of a group as rows of one matrix: products over heads that are
-    # dim 2 run at half the speed on a CPU.
-    q_BKGSH = q_BSNH.swapaxes(1, 2).reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
-    q_BKRH = q_BKGSH.reshape(batch, kv_heads, -1, head_dim)
+    # dim 2 run at half the speed on a CPU. And rows until the end: what is reshaped on the way from
+    # one product to the other is stored for the backward pass in both shapes.
+    group = heads // kv_heads
+    q_BKRH = q_BSNH.swapaxes(1, 2).reshape(batch, kv_heads, group * seq, head_dim)
     k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
     scores_BKRT = jnp.einsum("BKRH,BKTH->BKRT", q_BKRH, k_BKTH, preferred_element_type=jnp.float32)
-    scores_BKGST = scores_BKRT.reshape(*q_BKGSH.shape[:-1], seq)
     seen = jnp.tril(jnp.ones((seq, seq), bool))[None]
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
+    seen_BKRT = jnp.tile(seen, (1, group, 1))[:, None]
     # A token sees itself, so that no row is -inf throughout.
-    scores_BKGST = jnp.where(seen[:, None, None], scores_BKGST * head_dim**-0.5, -jnp.inf)
-    largest = jax.lax.stop_gradient(scores_BKGST.max(-1, keepdims=True))
-    share_BKGST = jnp.exp(scores_BKGST - largest)
+    scores_BKRT = jnp.where(seen_BKRT, scores_BKRT * head_dim**-0.5, -jnp.inf)
+    largest = jax.lax.stop_gradient(scores_BKRT.max(-1, keepdims=True))
+    share_BKRT = jnp.exp(scores_BKRT - largest)
     # The sum divides what comes out, which is smaller than the scores. As a product, which XLA
     # makes of a division in some programs and not in others.
-    inverse_BKGS1 = 1 / share_BKGST.sum(-1, keepdims=True)
+    inverse_BKR1 = 1 / share_BKRT.sum(-1, keepdims=True)
     out_BKRH = jnp.einsum(
         "BKRT,BKTH->BKRH",
-        share_BKGST.astype(v_BTKH.dtype).reshape(scores_BKRT.shape),
+        share_BKRT.astype(v_BTKH.dtype),
         v_BKTH,
         preferred_element_type=jnp.float32,
     )
-    out_BKGSH = (out_BKRH.reshape(q_BKGSH.shape) * inverse_BKGS1).astype(v_BTKH.dtype)
-    return out_BKGSH.reshape(batch, heads, seq, head_dim).swapaxes(1, 2)
+    out_BKRH = (out_BKRH * inverse_BKR1).astype(v_BTKH.dtype)
+    return out_BKRH.reshape(batch, heads, seq, head_dim).swapaxes(1, 2)
 
 
 class Attention(eqx.Module):

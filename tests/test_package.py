@@ -149,4 +149,4 @@ def test_what_is_imported_when_used_is_listed_and_found_and_nothing_else_is():
     assert {"checkpoint", "data", "interop", "update"} <= set(dir(eqtrain))
     assert eqtrain.data.Loader.__module__ == "eqtrain.data.loader"
     with pytest.raises(AttributeError, match="no attribute 'loader'"):
-        eqtrain.loader
+        getattr(eqtrain, "loader")  # noqa: B009

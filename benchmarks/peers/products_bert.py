@@ -78,4 +78,4 @@ def make_stepper(batch: bert_data.Batch, dropout: float) -> Stepper:
 
 
 if __name__ == "__main__":
-    serve(make_stepper)
+    serve(bert_data.made_up_batch, make_stepper)

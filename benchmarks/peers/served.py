@@ -1,4 +1,4 @@
-"""How a contender of `benchmarks/compare_bert.py` answers: a JSON line for each request.
+"""How a contender of `benchmarks/contenders.py` answers: a JSON line for each request.
 
 No framework is imported here, so that a process holds its own alone.
 """
@@ -16,22 +16,21 @@ from typing import Any
 Stepper = Callable[[int], float]
 
 
-def serve(make: Callable[[dict[str, Any], float], Stepper]) -> None:
+def serve(make_batch: Callable[..., Any], make_stepper: Callable[..., Stepper]) -> None:
     """Serves requests from standard input until it ends.
 
-    `make(batch, dropout)` gives a Stepper for `bert_data.made_up_batch` of the size asked for; what
-    it does counts as preparation, and so does the first step, which compiles.
+    A request says under `batch` what `make_batch` is called with, by name, and under `options` what
+    `make_stepper` is called with beside that batch. Both count as preparation, and so does the
+    first step, which compiles.
     """
-    from benchmarks import bert_data
-
     steppers: dict[str, Stepper] = {}
     for line in sys.stdin:
         request = json.loads(line)
         name, reply = request["name"], {}
         start = time.perf_counter()
         if request["do"] == "make":
-            batch = bert_data.made_up_batch(request["rows"], request["length"])
-            steppers[name] = make(batch, request["dropout"])
+            batch = make_batch(**request["batch"])
+            steppers[name] = make_stepper(batch, **request["options"])
             loss = steppers[name](1)
             reply = {"seconds": time.perf_counter() - start, "loss": loss}
         elif request["do"] == "run":

@@ -12,6 +12,7 @@ shapes. Its last line is JSON. With `--serve` it is a contender of `benchmarks/c
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -128,7 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     if args.serve:
-        serve(lambda batch, dropout: make_stepper(args.compile, batch, dropout))
+        serve(bert_data.made_up_batch, functools.partial(make_stepper, args.compile))
         return
     started = time.perf_counter()
     torch.manual_seed(args.seed)

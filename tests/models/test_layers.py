@@ -3,6 +3,7 @@
 On a mesh every answer is that of one device: what is split differs, what comes out does not.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -427,17 +428,29 @@ def test_batch_norm_matches_torch(devices):
     assert np.abs(constant - np.asarray(grads[2])).max() > 0.01
 
 
-@pytest.mark.parametrize(("size", "stride"), [(1, 1), (1, 2), (3, 1), (3, 2), (7, 2)])
-def test_convolution_matches_torch(size, stride, getkey):
+@pytest.mark.parametrize(
+    ("size", "stride", "shape"),
+    [
+        *[(1, 1, (8, 8)), (1, 2, (8, 8)), (3, 1, (8, 8)), (3, 2, (8, 8)), (7, 2, (8, 8))],
+        # What comes out is smaller than the kernel.
+        *[(3, 1, (2, 2)), (3, 2, (4, 5)), (3, 1, (1, 6)), (7, 2, (5, 3))],
+    ],
+)
+def test_convolution_matches_torch(size, stride, shape, getkey):
     torch = pytest.importorskip("torch")
     conv = Conv2d(3, 4, size=size, stride=stride, key=getkey())
-    x = jax.random.normal(getkey(), (2, 8, 8, 3))
-    x_torch = torch.tensor(np.array(x).transpose(0, 3, 1, 2))
-    weight = torch.tensor(np.array(conv.weight).transpose(3, 2, 0, 1))
+    x = jax.random.normal(getkey(), (2, *shape, 3))
+    x_torch = torch.tensor(np.array(x).transpose(0, 3, 1, 2), requires_grad=True)
+    weight = torch.tensor(np.array(conv.weight).transpose(3, 2, 0, 1), requires_grad=True)
     expected = torch.nn.functional.conv2d(x_torch, weight, stride=stride, padding=size // 2)
     # Sums of up to 147 products in float32.
-    np.testing.assert_allclose(conv(x).transpose(0, 3, 1, 2), expected.numpy(), atol=1e-5)
-    if stride == 2 and size > 1:  # negative control
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    close(conv(x).transpose(0, 3, 1, 2), expected.detach().numpy())
+    (expected**2).sum().backward()
+    grads = jax.grad(lambda conv, x: (conv(x) ** 2).sum(), argnums=(0, 1))(conv, x)
+    close(grads[0].weight.transpose(3, 2, 0, 1), weight.grad.numpy(), atol=1e-4)
+    close(grads[1].transpose(0, 3, 1, 2), x_torch.grad.numpy(), atol=1e-4)
+    if stride == 2 and size > 1 and shape == (8, 8):  # negative control
         numbers = ("NHWC", "HWIO", "NHWC")
         other = lax.conv_general_dilated(x, conv.weight, (2, 2), "SAME", dimension_numbers=numbers)
         assert np.abs(other - conv(x)).max() > 0.1
