@@ -55,10 +55,11 @@ def _backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     def weight_grad(x: Array, grad: Array) -> Array:
         return jax.linear_transpose(lambda weight: x @ weight, weight)(grad)[0]
 
-    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    return x_grad, lax.platform_dependent(
-        x, grad, cpu=_weight_grad_on_cpu, default=weight_grad
-    ).astype(weight.dtype)
+    def weight_grad_on_cpu(x: Array, grad: Array) -> Array:
+        rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        return _weight_grad_on_cpu(*rows).astype(weight.dtype)
+
+    return x_grad, lax.platform_dependent(x, grad, cpu=weight_grad_on_cpu, default=weight_grad)
 
 
 _product.defvjp(_forward, _backward)

@@ -16,11 +16,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, PyTree
 
-from ..contribution import (
-    batch_size,
-    is_example_array,
-    mean_grads,
-)
+from ..contribution import batch_size, is_example_array, mean_grads
 from ..jaxprs import primitives
 from ..levels import Contribute, Link, as_contribute, is_trainable_array
 from ..loss_scaling import first_scale, next_scale
