@@ -24,9 +24,9 @@ steps without dropout, to 1e-4, or the run stops.
 
 **The figures.** Each contender is a process of its own, which waits while another is measured.
 Every round goes through all of them in an order drawn anew. `step` is two steps and the wait for
-them, divided by two; printed are medians over rounds with their quartiles, and the medians of the
-ratios within a round. `ready` is from weights to the end of the first step, with compilation.
-`peak` is the most that the process ever held.
+them, divided by two, after one that is not counted; printed are medians over rounds with their
+quartiles, and the medians of the ratios within a round. `ready` is from weights to the end of the
+first step, with compilation. `peak` is the most that the process ever held.
 
 **The whole job**, with `--finetune`: `finetune_bert.py` and `peers/torch_bert.py` one after the
 other, from the start of each process to its end: imports, compilation, an epoch, evaluation. Ours
@@ -90,8 +90,6 @@ def steps_part(
             stack.callback(contender.close)
             contender.make(dataclasses.asdict(size), dropout=0.1)
             contenders.append(contender)
-        for contender in contenders:
-            contender.ask("run", steps=1)  # the first after compilation is not counted
         measure(contenders, rounds, steps)
         if check:  # last, so that it is in no figure
             models = [contender for contender in contenders if contender.name != "products"]

@@ -30,9 +30,10 @@ BatchNorms see 64 numbers a channel, and make rounding errors large.
 
 **The figures.** Each contender is a process of its own, with the same environment, which waits
 while another is measured. Every round goes through all of them in an order drawn anew. `step` is
-two steps and the wait for them, divided by two; printed are medians over rounds with their
-quartiles, and the medians of the ratios within a round. `ready` is from weights to the end of the
-first step, with compilation. `peak` is the most that the process ever held.
+two steps and the wait for them, divided by two, after one that is not counted; printed are medians
+over rounds with their quartiles, and the medians of the ratios within a round. `ready` is from
+weights to the end of the first step, with compilation. `peak` is the most that the process ever
+held.
 
 **Expected:** ResNets at least 1.1 times as fast as the better of PyTorch's, the Llama 1.3 times,
 and peaks no more than the least of PyTorch's. These are goals: the last line, which is JSON, says
@@ -131,7 +132,6 @@ def compare(
             contender = Contender(name, SCRIPTS[name], folder / f"{name}-{model}.log")
             stack.callback(contender.close)
             first = contender.make(job.batch, config=job.config, weights=str(weights))
-            # Nor are these counted, the first after compilation.
             more = [contender.ask("run", steps=1)["loss"] for _ in range(COMPARED - 1)]
             losses[name] = [first, *more]
             contenders.append(contender)

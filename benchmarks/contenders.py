@@ -82,11 +82,16 @@ class Contender:
 
 
 def measure(contenders: list[Contender], rounds: int, steps: int) -> None:
-    """Goes through all of them in every round, in an order drawn anew; their peaks at the end."""
+    """Goes through all of them in every round, in an order drawn anew; their peaks at the end.
+
+    One step of each turn is not counted: training does not stand still between steps, and the first
+    after a pause can take half as long again.
+    """
     order, shuffle = list(contenders), random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)
         for contender in order:
+            contender.ask("run", steps=1)
             contender.measure(steps)
     for contender in contenders:
         contender.peak_bytes = contender.ask("memory")["bytes"]
