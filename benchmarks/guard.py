@@ -42,6 +42,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -163,7 +164,9 @@ def checkified(loss: Callable[..., Any]) -> Callable[..., Any]:
             dynamic, structure = eqx.partition(out, eqx.is_array)
             return dynamic
 
-        error, out = checkify.checkify(run, errors=checkify.all_checks)(arrays, batch)
+        # JAX's checkify fails in a gradient where a function has a derivative of its own.
+        with mock.patch.object(et, "matmul", jnp.matmul):
+            error, out = checkify.checkify(run, errors=checkify.all_checks)(arrays, batch)
         value, state, metrics = eqx.combine(out, structure)
         failed = jnp.stack([jnp.asarray(pred) for pred in error._pred.values()]).any()
         return value, state, {**metrics, "failed": et.Max(failed.astype(jnp.int32))}
