@@ -85,7 +85,7 @@ def measure(contenders: list[Contender], rounds: int, steps: int) -> None:
     """Goes through all of them in every round, in an order drawn anew; their peaks at the end.
 
     One step of each turn is not counted: training does not stand still between steps, and the first
-    after a pause can take half as long again.
+    after a pause can take two thirds as long again.
     """
     order, shuffle = list(contenders), random.Random(0).shuffle
     for _ in range(rounds):
