@@ -217,13 +217,11 @@ class Step(Level):
 
 def keep(ok: Bool[Array, ""], take: Take, old: Parts) -> Parts:
     """What `take` makes where `ok`, else `old` bit for bit. The count of steps goes on anyway."""
-    step = old.step + 1
-    kept, static = eqx.partition(old, eqx.is_array)
-    made = jax.eval_shape(lambda: eqx.filter(take(), eqx.is_array))
-    if _kinds(made) != _kinds(kept):
+    if _kinds(eqx.filter_eval_shape(take)) != _kinds(old):
         return take()  # which `TrainState` refuses, by the name of the leaf
+    kept, static = eqx.partition(old, eqx.is_array)
     new = branch(ok, lambda: eqx.filter(take(), eqx.is_array), lambda: kept)
-    return dataclasses.replace(eqx.combine(new, static), step=step)
+    return dataclasses.replace(eqx.combine(new, static), step=old.step + 1)
 
 
 def branch(
@@ -243,9 +241,12 @@ def branch(
     return lax.platform_dependent(cpu=lambda: lax.cond(ok, then, otherwise), default=select)
 
 
-def _kinds(arrays: PyTree) -> Any:
-    leaves, treedef = jax.tree.flatten(arrays)
-    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
+def _kinds(parts: Parts) -> Any:
+    """What must not change from step to step: the structure, kinds of arrays, all else as it is."""
+    leaves, treedef = jax.tree.flatten(parts)
+    return treedef, [
+        (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves
+    ]
 
 
 def as_step(given: Any, source: str) -> Step:
