@@ -53,8 +53,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import ENVIRONMENT, HERE, Contender, cells_of, measure, print_table
-from benchmarks.environment import environment
 from benchmarks.peers import products_bert
+from benchmarks.report import Report
 from benchmarks.sharding import paired, require_same_losses, spread
 
 SCRIPTS = {
@@ -150,6 +150,7 @@ def finetune_part(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]
         "torch_compile": ["peers/torch_bert.py", "--compile"],
     }
     settings = {
+        "JAX_PLATFORMS": "cpu",
         **ENVIRONMENT,
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -209,8 +210,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    started = time.perf_counter()
-    load_before = os.getloadavg()[0]
+    report = Report("compare_bert")
     goals: dict[str, bool] = {}
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -239,26 +239,18 @@ def main() -> None:
                 lines += steps_part(
                     size, names, args.rounds, args.steps, Path(folder), check=index == 0
                 )
-                print(f"{size} measured after {time.perf_counter() - started:.0f} s", flush=True)
+                print(f"{size} measured after {report.seconds:.0f} s", flush=True)
             title = "A step: medians over rounds, ratios within a round"
             print_table(title, *rows_of(lines))
             goals = goals_of(lines)
-    for goal, met in goals.items():
-        print(f"{'met   ' if met else 'MISSED'} {goal}")
-    for line in lines:
-        print(json.dumps(line))
-    final = {
-        "benchmark": "compare_bert",
-        "goals": goals,
-        "rounds": args.rounds,
-        "steps": args.steps,
-        "quick": args.quick,
-        "limit": args.limit,
-        "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "seconds": round(time.perf_counter() - started, 1),
-        **environment(),
-    }
-    print(json.dumps(final))
+    report.end(
+        lines,
+        goals,
+        rounds=args.rounds,
+        steps=args.steps,
+        quick=args.quick,
+        limit=args.limit,
+    )
 
 
 if __name__ == "__main__":

@@ -45,19 +45,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
-import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import COMPARED, Contender, cells_of, measure, print_table
-from benchmarks.environment import environment
 from benchmarks.peers.eqtrain_models import write_weights
+from benchmarks.report import Report
 from benchmarks.sharding import paired, require_same_losses, spread
 from models.llama import LLAMA_25M, LLAMA_TINY, LlamaConfig
 from models.resnet import RESNET_18, RESNET_50, Size
@@ -189,36 +186,26 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    started = time.perf_counter()
-    load_before = os.getloadavg()[0]
+    report = Report("compare_models")
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
             job = (TINY_JOBS if args.quick else JOBS)[model]
             lines += compare(model, job, args.contenders, args.rounds, args.steps, Path(folder))
-            print(f"{model} measured after {time.perf_counter() - started:.0f} s", flush=True)
+            print(f"{model} measured after {report.seconds:.0f} s", flush=True)
     header = ["model", "contender", "step ms", "quartiles", "over ours", "ready s", "peak GB"]
     rows = [
         [f"{line['model']}, {line['batch']}", line["contender"], *cells_of(line, ("eqtrain",))]
         for line in lines
     ]
     print_table("A step: medians over rounds, ratios within a round", header, rows)
-    goals = goals_of(lines)
-    for goal, met in goals.items():
-        print(f"{'met   ' if met else 'MISSED'} {goal}")
-    for line in lines:
-        print(json.dumps(line))
-    final = {
-        "benchmark": "compare_models",
-        "goals": goals,
-        "rounds": args.rounds,
-        "steps": args.steps,
-        "quick": args.quick,
-        "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "seconds": round(time.perf_counter() - started, 1),
-        **environment(),
-    }
-    print(json.dumps(final))
+    report.end(
+        lines,
+        goals_of(lines),
+        rounds=args.rounds,
+        steps=args.steps,
+        quick=args.quick,
+    )
 
 
 if __name__ == "__main__":

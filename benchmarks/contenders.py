@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sharding import WorkerError
+from benchmarks.workers import Worker
 
 HERE = Path(__file__).resolve().parent
 COMPARED = 3
 # For every contender alike. Huge pages: see docs/performance.md.
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class Contender:
@@ -28,30 +23,15 @@ class Contender:
 
     def __init__(self, name: str, command: list[str], log: Path):
         self.name = name
-        self.log = log
         self.step_ms: list[float] = []
         self.ready_seconds = 0.0
         self.peak_bytes = 0
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "peers" / command[0]), *command[1:]],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                cwd=HERE.parent,
-                env={**os.environ, **ENVIRONMENT},
-            )
+        script = str(HERE / "peers" / command[0])
+        self._worker = Worker([script, *command[1:]], log, ENVIRONMENT)
 
     def ask(self, do: str, stepper: str = "step", **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            line = json.dumps({"do": do, "name": stepper, **request})
-            print(line, file=self._process.stdin, flush=True)
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise WorkerError(f"`{self.name}` ended: {self.log.read_text()[-2000:]}")
+        self._worker.send(do=do, name=stepper, **request)
+        return self._worker.receive()
 
     def make(self, batch: dict[str, Any], **options: Any) -> float:
         """Makes what is measured, and takes its first step; the loss of that."""
@@ -70,15 +50,7 @@ class Contender:
         return [made["loss"], *more]
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        self._worker.close()
 
 
 def measure(contenders: list[Contender], rounds: int, steps: int) -> None:

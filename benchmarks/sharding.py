@@ -54,14 +54,11 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +66,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import sharding_steps
-from benchmarks.environment import environment
+from benchmarks.report import Report
+from benchmarks.workers import Worker, WorkerError
 
 HERE = Path(__file__).resolve().parent
 # What is compared with what.
@@ -93,52 +91,7 @@ TORCH_PAIRS = {
 }
 COMPARED = 3
 TOLERANCE = 1e-4
-
-
-class WorkerError(RuntimeError):
-    """A child process ended before it answered."""
-
-
-class Worker:
-    """A child process that answers requests, a JSON line each."""
-
-    def __init__(self, command: list[str], log: Path):
-        self.log = log
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                cwd=HERE.parent,
-                env=environment,
-            )
-
-    def send(self, **request: Any) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-
-    def receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # gloo greets there too
-                return json.loads(line)
-        raise WorkerError(f"A worker ended: {self.log.read_text()[-2000:]}")
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclasses.dataclass
@@ -275,6 +228,7 @@ class Run:
             Worker(
                 [*command, "--process", str(index)],
                 self.folder / f"jax-{devices}-{processes}-{index}.log",
+                ONE_THREAD,
             )
             for index in range(processes)
         ]
@@ -289,7 +243,9 @@ class Run:
         command = ["benchmarks/peers/torch_fsdp.py", "--port", str(free_port())]
         command += ["--setting", json.dumps(setting)]
         return [
-            Worker([*command, "--process", str(index)], self.folder / f"torch-{index}.log")
+            Worker(
+                [*command, "--process", str(index)], self.folder / f"torch-{index}.log", ONE_THREAD
+            )
             for index in range(2)
         ]
 
@@ -408,40 +364,29 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    started = time.perf_counter()
-    load_before = os.getloadavg()[0]
+    report = Report("sharding")
     lines: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         run = Run(args, Path(folder))
         for devices in args.devices:
             lines += run.devices_part(devices)
-            elapsed = time.perf_counter() - started
-            print(f"{devices} devices measured after {elapsed:.0f} s", flush=True)
+            print(f"{devices} devices measured after {report.seconds:.0f} s", flush=True)
         if not args.no_torch:
             more, errors = run.torch_part()
             lines += more
     for kind, error in errors.items():
         print(f"PyTorch's {kind} did not run: {error}")
     print_table(*table_of(lines))
-    goals = goals_of(lines)
-    for goal, met in goals.items():
-        print(f"{'met   ' if met else 'MISSED'} {goal}")
-    for line in lines:
-        print(json.dumps(line))
-    final = {
-        "benchmark": "sharding",
-        "goals": goals,
-        "errors": errors,
-        "params": sharding_steps.SIZES[run.size].num_params,
-        "rounds": args.rounds,
-        "steps": args.steps,
-        "quick": args.quick,
-        "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "seconds": round(time.perf_counter() - started, 1),
-        **environment(),
-    }
-    print(json.dumps(final))
+    report.end(
+        lines,
+        goals_of(lines),
+        errors=errors,
+        params=sharding_steps.SIZES[run.size].num_params,
+        rounds=args.rounds,
+        steps=args.steps,
+        quick=args.quick,
+    )
 
 
 if __name__ == "__main__":

@@ -9,26 +9,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import jax
 
-import eqtrain as et
 from benchmarks import bert_data
 from benchmarks.finetune_bert import make_model, make_step
+from benchmarks.peers.eqtrain_stepper import stepper_of
 from benchmarks.peers.served import Stepper, serve
 
 
 def make_stepper(batch: bert_data.Batch, dropout: float) -> Stepper:
     step = make_step(1e-4)
     make = make_model(bert_data.NUM_CLASSES["wordnet"], dropout)
-    ts = step.init(make, key=jax.random.key(0))
-
-    def run(num_steps: int) -> float:
-        nonlocal ts
-        metrics = {}
-        for _ in range(num_steps):
-            ts, metrics = step(ts, batch)
-        jax.block_until_ready(ts.leaves)
-        return et.fetch(metrics)["loss"]
-
-    return run
+    return stepper_of(step, step.init(make, key=jax.random.key(0)), batch)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import optax
 
 import eqtrain as et
 from benchmarks import model_data
+from benchmarks.peers.eqtrain_stepper import stepper_of
 from benchmarks.peers.served import Stepper, serve
 from models import llama, resnet
 
@@ -73,16 +74,7 @@ def make_stepper(batch: dict[str, np.ndarray], config: dict[str, Any], weights: 
     step = make_step(config["kind"])
     ts = step.init(lambda key: given, key=jax.random.key(0))
     del given
-
-    def run(num_steps: int) -> float:
-        nonlocal ts
-        metrics = {}
-        for _ in range(num_steps):
-            ts, metrics = step(ts, batch)
-        jax.block_until_ready(ts.leaves)
-        return et.fetch(metrics)["loss"]
-
-    return run
+    return stepper_of(step, ts, batch)
 
 
 if __name__ == "__main__":

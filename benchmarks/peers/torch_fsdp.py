@@ -13,18 +13,22 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from benchmarks.peers.torch_llama import make_llama
 
 # Theirs within a layer -> ours.
 LAYER = {
@@ -41,20 +45,7 @@ LAYER = {
 
 
 def make_model(config: dict[str, Any], arrays: Any, remat: bool) -> Any:
-    settings: dict[str, Any] = {
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["dim"],
-        "num_hidden_layers": config["num_layers"],
-        "num_attention_heads": config["num_heads"],
-        "num_key_value_heads": config["num_kv_heads"],
-        "intermediate_size": config["hidden_dim"],
-        "rms_norm_eps": config["norm_epsilon"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
-        "tie_word_embeddings": config["tied"],
-        "attn_implementation": "sdpa",
-        "use_cache": False,
-    }
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    model = make_llama(config)
 
     def tensor(name: str, index: int | None = None) -> Tensor:
         array = arrays[f"{name}.weight"]

@@ -19,22 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks import model_data
+from benchmarks.peers import torch_llama
 from benchmarks.peers.served import Stepper, serve
-
-# Its own types leave out what its decorators add.
-library: Any = transformers
 
 
 def make_resnet(config: dict[str, Any]) -> Any:
     width = 4 if config["bottleneck"] else 1
     first = config["widths"][0]
-    model = library.ResNetForImageClassification(
-        library.ResNetConfig(
+    model = torch_llama.library.ResNetForImageClassification(
+        torch_llama.library.ResNetConfig(
             embedding_size=first,
             hidden_sizes=[width * channels for channels in config["widths"]],
             depths=config["depths"],
@@ -53,20 +50,7 @@ def make_resnet(config: dict[str, Any]) -> Any:
 
 
 def make_llama(config: dict[str, Any]) -> Any:
-    settings: dict[str, Any] = {
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["dim"],
-        "num_hidden_layers": config["num_layers"],
-        "num_attention_heads": config["num_heads"],
-        "num_key_value_heads": config["num_kv_heads"],
-        "intermediate_size": config["hidden_dim"],
-        "rms_norm_eps": config["norm_epsilon"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
-        "tie_word_embeddings": config["tied"],
-        "attn_implementation": "sdpa",
-        "use_cache": False,
-    }
-    model = library.LlamaForCausalLM(library.LlamaConfig(**settings))
+    model = torch_llama.make_llama(config)
     if config["remat"]:
         model.activation_checkpointing_enable()
     return model
