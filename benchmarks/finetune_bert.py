@@ -31,12 +31,12 @@ import jax
 import numpy as np
 import optax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import eqtrain as et
 from benchmarks import bert_data, datasets
 from benchmarks.environment import environment
+from benchmarks.run_folder import RunFolder
 from models.bert import MINILM
 from models.bert_heads import SequenceClassifier, hugging_face
 
@@ -100,11 +100,7 @@ def make_schedule(total: int, peak: float) -> optax.Schedule:
 
 
 def fit(
-    args: argparse.Namespace,
-    train: bert_data.Rows,
-    test: bert_data.Rows,
-    write: Callable[[dict[str, Any]], None],
-    show: Callable[[int, str], None],
+    args: argparse.Namespace, train: bert_data.Rows, test: bert_data.Rows, run: RunFolder
 ) -> dict[str, Any]:
     """Trains and evaluates; the figures of the run."""
     buckets = bert_data.BUCKETS[args.dataset]
@@ -148,13 +144,13 @@ def fit(
             window.append(metrics)
             if step % args.log_every == 0 or step == total:
                 logged = et.fetch(et.merge(*window))
-                write({"step": step, **{f"train_{name}": v for name, v in logged.items()}})
-                show(step, f"loss {logged['loss']:.4f}  accuracy {logged['accuracy']:.1%}")
+                run.write({"step": step, **{f"train_{name}": v for name, v in logged.items()}})
+                run.show(step, f"loss {logged['loss']:.4f}  accuracy {logged['accuracy']:.1%}")
                 window.clear()
         before = time.perf_counter()
         tested = evaluate(ts)
         evaluation_seconds += time.perf_counter() - before
-        write({"step": step, **{f"test_{name}": value for name, value in tested.items()}})
+        run.write({"step": step, **{f"test_{name}": value for name, value in tested.items()}})
     train_seconds = time.perf_counter() - start - evaluation_seconds
     train_step.check(ts)
     return {
@@ -193,44 +189,22 @@ def main() -> None:
     # A shape for each length is meant; one too many is still an error.
     warnings.filterwarnings("ignore", category=et.RecompilationWarning)
     console = Console()
-    folder = args.run or Path("runs") / f"{args.dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = []
+    run = RunFolder(args.dataset, args.run, console)
     train, test = (rows.first(args.limit) for rows in bert_data.load(args.dataset))
     total = args.epochs * bert_data.num_batches(
         train, bert_data.BUCKETS[args.dataset], args.batch_size
     )
 
-    with (
-        (folder / "metrics.jsonl").open("w") as file,
-        Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-        ) as progress,
-    ):
-        bar = progress.add_task(args.dataset, total=total, figures="compiling")
-
-        def write(line: dict[str, Any]) -> None:
-            lines.append(line)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-
-        def show(step: int, text: str) -> None:
-            progress.update(bar, completed=step, figures=text)
-
-        figures = fit(args, train, test, write, show)
+    with run.steps(total):
+        figures = fit(args, train, test, run)
 
     # Before the baseline, which is not of the job.
     figures["total_seconds"] = time.perf_counter() - started
     figures["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     figures["tfidf_accuracy"] = None if args.no_baseline else baseline(args.dataset, args.limit)
-    plot(lines, figures, args.dataset, folder / "curves.png")
+    plot(run.lines, figures, args.dataset, run.path / "curves.png")
     console.print(table(figures, args))
-    console.print(f"The run is in {folder}/: metrics.jsonl, curves.png")
+    console.print(f"The run is in {run.path}/: metrics.jsonl, curves.png")
     settings = {name: value for name, value in vars(args).items() if name != "run"}
     print(json.dumps({"benchmark": "finetune_bert", **figures, **settings, **environment()}))
 

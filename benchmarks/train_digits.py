@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import eqtrain as et
 from benchmarks import datasets
 from benchmarks.environment import environment, make_cpu_devices
+from benchmarks.run_folder import RunFolder
 from models.resnet import RESNET_TINY, ResNet
 
 Rows = dict[str, np.ndarray]
@@ -99,13 +98,7 @@ def shifted(image: Any, key: Any) -> Any:
     return jax.lax.dynamic_slice(padded, (row, column, 0), image.shape)
 
 
-def fit(
-    args: argparse.Namespace,
-    train: Rows,
-    test: Rows,
-    write: Callable[[dict[str, Any]], None],
-    show: Callable[[int, dict[str, float]], None],
-) -> dict[str, Any]:
+def fit(args: argparse.Namespace, train: Rows, test: Rows, run: RunFolder) -> dict[str, Any]:
     """Trains and evaluates; the figures of the run."""
     train_step, evaluate = make_programs(args)
     channels = train["image"].shape[-1]
@@ -140,14 +133,14 @@ def fit(
             window.append(metrics)
             if step % args.log_every == 0 or step == args.steps:
                 logged = et.fetch(et.merge(*window))
-                write({"step": step, **{f"train_{name}": v for name, v in logged.items()}})
-                show(step, logged)
+                run.write({"step": step, **{f"train_{name}": v for name, v in logged.items()}})
+                run.show(step, f"loss {logged['loss']:.4f}  accuracy {logged['accuracy']:.1%}")
                 window.clear()
         jax.block_until_ready(ts.leaves)
         train_seconds = time.perf_counter() - start
     train_step.check(ts)
     tested = test_metrics(ts)
-    write({"step": args.steps, **{f"test_{name}": value for name, value in tested.items()}})
+    run.write({"step": args.steps, **{f"test_{name}": value for name, value in tested.items()}})
     inspection = train_step.inspect(ts, batch)
     return {
         "test_accuracy": tested["accuracy"],
@@ -170,39 +163,16 @@ def main() -> None:
     make_cpu_devices(args.devices)
     started = time.perf_counter()
     console = Console()
-    folder = args.run or Path("runs") / f"{args.dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = []
+    run = RunFolder(args.dataset, args.run, console)
     train, test = datasets.load(args.dataset)
 
-    with (
-        (folder / "metrics.jsonl").open("w") as file,
-        Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-        ) as progress,
-    ):
-        bar = progress.add_task(args.dataset, total=args.steps, figures="compiling")
-
-        def write(line: dict[str, Any]) -> None:
-            lines.append(line)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-
-        def show(step: int, figures: dict[str, float]) -> None:
-            text = f"loss {figures['loss']:.4f}  accuracy {figures['accuracy']:.1%}"
-            progress.update(bar, completed=step, figures=text)
-
-        figures = fit(args, train, test, write, show)
+    with run.steps(args.steps):
+        figures = fit(args, train, test, run)
 
     figures["total_seconds"] = time.perf_counter() - started
-    plot(lines, figures, args, folder / "curves.png")
+    plot(run.lines, figures, args, run.path / "curves.png")
     console.print(table(figures, args))
-    console.print(f"The run is in {folder}/: metrics.jsonl, curves.png")
+    console.print(f"The run is in {run.path}/: metrics.jsonl, curves.png")
     settings = {name: value for name, value in vars(args).items() if name != "run"}
     print(json.dumps({"benchmark": "train_digits", **figures, **settings, **environment()}))
 

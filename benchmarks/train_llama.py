@@ -21,7 +21,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,13 @@ import optax.contrib
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 import eqtrain as et
 from benchmarks import datasets
 from benchmarks.environment import environment, make_cpu_devices
+from benchmarks.run_folder import RunFolder
 from models import llama
 from models.llama import Llama, LlamaConfig, tensor_parallel
 
@@ -233,8 +232,7 @@ def fit(
     train: Int[np.ndarray, " train"],
     held_out: Int[np.ndarray, " held_out"],
     vocabulary: str,
-    write: Callable[[dict[str, Any]], None],
-    show: Callable[[int, str], None],
+    run: RunFolder,
 ) -> tuple[dict[str, Any], str]:
     """Trains, evaluates and samples; the figures of the run, and the text."""
     train_step, evaluate = make_programs(args)
@@ -280,19 +278,19 @@ def fit(
             if step % args.log_every == 0 or step == args.steps:
                 logged = et.fetch(et.merge(*window))
                 bits = bits_per_character(logged["loss"])
-                write({"step": step, "train_bits": bits, "grad_norm": logged["grad_norm"]})
-                show(step, f"{bits:.3f} bits a character")
+                run.write({"step": step, "train_bits": bits, "grad_norm": logged["grad_norm"]})
+                run.show(step, f"{bits:.3f} bits a character")
                 window.clear()
             if step in looks:
                 begin = time.perf_counter()
-                write({"step": step, "some_held_out_bits": held_out_bits(ts, some)})
+                run.write({"step": step, "some_held_out_bits": held_out_bits(ts, some)})
                 looking += time.perf_counter() - begin
         jax.block_until_ready(ts.leaves)
         train_seconds = time.perf_counter() - start - looking
     train_step.check(ts)
     begin = time.perf_counter()
     bits = held_out_bits(ts, scored)
-    write({"step": args.steps, "held_out_bits": bits})
+    run.write({"step": args.steps, "held_out_bits": bits})
     seconds["evaluation_seconds"] = time.perf_counter() - begin
     inspection = train_step.inspect(ts, batch)
     rate = (args.steps - 1) / train_seconds
@@ -361,43 +359,21 @@ def main() -> None:
     started = time.perf_counter()
     console = Console()
     name = args.text.stem if args.text else "shakespeare"
-    folder = args.run or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = []
+    run = RunFolder(name, args.run, console)
     texts = read_texts(args)
     vocabulary = "".join(sorted(set("".join(texts))))
     train, held_out = (encode(text, vocabulary) for text in texts)
 
-    with (
-        (folder / "metrics.jsonl").open("w") as file,
-        Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-        ) as progress,
-    ):
-        bar = progress.add_task(name, total=args.steps, figures="compiling")
-
-        def write(line: dict[str, Any]) -> None:
-            lines.append(line)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-
-        def show(step: int, text: str) -> None:
-            progress.update(bar, completed=step, figures=text)
-
-        figures, drawn = fit(args, train, held_out, vocabulary, write, show)
+    with run.steps(args.steps):
+        figures, drawn = fit(args, train, held_out, vocabulary, run)
 
     figures["total_seconds"] = time.perf_counter() - started
     figures["processor_seconds"] = time.process_time()
-    plot(lines, figures, name, folder / "curves.png")
-    (folder / "sample.txt").write_text(drawn, encoding="utf-8")
+    plot(run.lines, figures, name, run.path / "curves.png")
+    (run.path / "sample.txt").write_text(drawn, encoding="utf-8")
     console.print(Text(drawn))
     console.print(table(figures, args, name))
-    console.print(f"The run is in {folder}/: metrics.jsonl, curves.png, sample.txt")
+    console.print(f"The run is in {run.path}/: metrics.jsonl, curves.png, sample.txt")
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "text")}
     settings["text"] = name
     print(json.dumps({"benchmark": "train_llama", **figures, **settings, **environment()}))

@@ -23,6 +23,7 @@ from .compiled import DonationWarning as DonationWarning
 from .compiled import RecompilationError as RecompilationError
 from .compiled import RecompilationWarning as RecompilationWarning
 from .contribution import Contribution as Contribution
+from .convolution import convolve as convolve
 from .inspect import Inspection as Inspection
 from .preemption import Preempted as Preempted
 from .preemption import Preemption as Preemption

@@ -5,6 +5,7 @@ B: batch, H and W: height and width, C: channels, I and O: channels in and out.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -64,23 +65,7 @@ class Conv2d(eqx.Module):
         self.stride = stride
 
     def __call__(self, x_BHWI: Float[Array, "batch _ _ in"]) -> Float[Array, "batch _ _ out"]:
-        # Not "SAME", which pads a stride of 2 on one side only.
-        size = self.weight.shape[0]
-        pad = size // 2
-        height, width = ((n + 2 * pad - size) // self.stride + 1 for n in x_BHWI.shape[1:3])
-        if height * width < size * size:
-            # XLA has no fast convolution on a CPU for images smaller than the kernel, which is what
-            # the gradient sees: 1 GFLOP/s at 2x2 and 512 channels, and 70 for one product of all
-            # windows, which are few. GPUs' libraries make such a product of it anyhow.
-            windows = _windows(x_BHWI, (height, width), size=size, stride=self.stride, pad=pad)
-            return et.matmul(windows, self.weight.reshape(-1, self.weight.shape[-1]))
-        return lax.conv_general_dilated(
-            x_BHWI,
-            self.weight,
-            window_strides=(self.stride, self.stride),
-            padding=((pad, pad), (pad, pad)),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        return et.convolve(x_BHWI, self.weight, self.stride)
 
 
 class BatchNorm(eqx.Module):
@@ -185,14 +170,16 @@ def max_pool(
 
     ```
     """
+    # The maximum of the windows' first elements, of their second ones, and so on: the gradient of
+    # `lax.reduce_window` takes a CPU four times as long.
     pad = size // 2
-    return lax.reduce_window(
-        x_BHWC,
-        -jnp.inf,
-        lax.max,
-        window_dimensions=(1, size, size, 1),
-        window_strides=(1, stride, stride, 1),
-        padding=((0, 0), (pad, pad), (pad, pad), (0, 0)),
+    out = tuple((n + 2 * pad - size) // stride + 1 for n in x_BHWC.shape[1:3])
+    around = ((0, 0), (pad, pad), (pad, pad), (0, 0))
+    padded = jnp.pad(x_BHWC, around, constant_values=-jnp.inf)
+    rows, columns = (slice(None, 1 + (n - 1) * stride, stride) for n in out)
+    return functools.reduce(
+        jnp.maximum,
+        [padded[:, i:, j:][:, rows, columns] for i in range(size) for j in range(size)],
     )
 
 
@@ -206,17 +193,6 @@ def mean_pool(x_BHWC: Float[Array, "batch _ _ channels"]) -> Float[Array, "batch
     ```
     """
     return x_BHWC.mean((1, 2), dtype=jnp.float32).astype(x_BHWC.dtype)
-
-
-def _windows(
-    x_BHWI: Float[Array, "batch _ _ in"], out: tuple[int, int], *, size: int, stride: int, pad: int
-) -> Float[Array, "batch height width window"]:
-    """What a convolution that gives `out` sees at each place, in the order of its weight."""
-    x_BHWI = jnp.pad(x_BHWI, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-    rows, columns = (slice(None, 1 + (n - 1) * stride, stride) for n in out)
-    return jnp.concatenate(
-        [x_BHWI[:, i:, j:][:, rows, columns] for i in range(size) for j in range(size)], axis=-1
-    )
 
 
 def _moments(

@@ -162,7 +162,9 @@ def test_script_trains_on_a_mesh_and_ends_with_a_line_of_json(tmp_path: Path):
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    line = json.loads(result.stdout.splitlines()[-1])
+    printed = result.stdout.splitlines()
+    assert [row.split("  ")[0] for row in printed[:3]] == [f"some {step}/3" for step in (1, 2, 3)]
+    line = json.loads(printed[-1])
     assert line["benchmark"] == "train_llama"
     assert line["mesh"] == {"data": 2, "fsdp": 2, "model": 2}
     assert 1 < line["bits_per_character"] < math.log2(32)  # 16 rows of the vocabulary, and more
