@@ -126,3 +126,8 @@ def test_a_weight_that_all_devices_share_gets_the_sum_of_its_gradients():
 def test_shapes_that_do_not_fit_are_named(x, weight):
     with pytest.raises(ValueError, match=r"\(size, size, in, out\).*Got x\[.*weight\["):
         et.convolve(jnp.ones(x), jnp.ones(weight))
+
+
+def test_a_stride_of_0_is_refused():
+    with pytest.raises(ValueError, match="stride is 1 or more. Got 0"):
+        et.convolve(*made(3, 6, 6), stride=0)
