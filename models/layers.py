@@ -171,7 +171,7 @@ def max_pool(
     ```
     """
     # The maximum of the windows' first elements, of their second ones, and so on: the gradient of
-    # `lax.reduce_window` takes a CPU four times as long.
+    # `lax.reduce_window` takes a CPU twice as long.
     pad = size // 2
     out = tuple((n + 2 * pad - size) // stride + 1 for n in x_BHWC.shape[1:3])
     around = ((0, 0), (pad, pad), (pad, pad), (0, 0))
