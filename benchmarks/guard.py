@@ -57,6 +57,7 @@ from jaxtyping import PyTree
 
 import eqtrain as et
 from benchmarks.environment import environment, make_cpu_devices
+from eqtrain import convolution
 from models.llama import Llama, LlamaConfig
 from models.resnet import RESNET_TINY, ResNet
 
@@ -165,7 +166,10 @@ def checkified(loss: Callable[..., Any]) -> Callable[..., Any]:
             return dynamic
 
         # JAX's checkify fails in a gradient where a function has a derivative of its own.
-        with mock.patch.object(et, "matmul", jnp.matmul):
+        with (
+            mock.patch.object(et, "matmul", jnp.matmul),
+            mock.patch.multiple(convolution, matmul=jnp.matmul, _convolve=convolution._plain),
+        ):
             error, out = checkify.checkify(run, errors=checkify.all_checks)(arrays, batch)
         value, state, metrics = eqx.combine(out, structure)
         failed = jnp.stack([jnp.asarray(pred) for pred in error._pred.values()]).any()
