@@ -164,6 +164,8 @@ def max_pool(
 ) -> Float[Array, "batch _ _ channels"]:
     """Takes the largest value in each window, padded by half the window on all sides.
 
+    Values that are largest alike share the gradient.
+
     ```python
     >>> max_pool(jnp.ones((1, 8, 8, 3)), size=3, stride=2).shape
     (1, 4, 4, 3)
