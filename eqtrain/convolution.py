@@ -98,13 +98,11 @@ def _backward(stride: int, kept: tuple[Array, Array], grad: Array) -> tuple[Arra
         # (From JAX 0.12; in 0.10 XLA takes the barrier away too early.)
         return weight_grad(lax.optimization_barrier(x), grad)
 
-    x_grad_on_cpu = x_grad
+    for_weight = lax.platform_dependent(x, grad, cpu=weight_grad_on_cpu, default=weight_grad)
     if stride == 2 and weight.shape[0] == 3 and x.shape[1] % 2 == x.shape[2] % 2 == 0:
-        x_grad_on_cpu = _x_grad_by_parity
-    return (
-        lax.platform_dependent(weight, grad, cpu=x_grad_on_cpu, default=x_grad),
-        lax.platform_dependent(x, grad, cpu=weight_grad_on_cpu, default=weight_grad),
-    )
+        by_parity = lax.platform_dependent(weight, grad, cpu=_x_grad_by_parity, default=x_grad)
+        return by_parity, for_weight
+    return x_grad(weight, grad), for_weight
 
 
 _convolve.defvjp(_forward, _backward)
