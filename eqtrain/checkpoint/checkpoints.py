@@ -182,7 +182,7 @@ class Checkpoints:
             self._reached = None
         if self._owned is not None:
             try:
-                self._owned.clean()
+                self._owned.clean_after_failure()
             except OSError as another:
                 error.add_note(f"What it left behind could not be deleted: {another}")
 

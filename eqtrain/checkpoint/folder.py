@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import time
 from pathlib import Path
 
 from .error import CheckpointError
@@ -14,6 +16,9 @@ from .storage import UNFINISHED
 
 # A checkpoint on its way out: renamed first, so that a number always stands for a whole one.
 DELETED = ".deleted"
+# In seconds: how long nothing new has to come after a failed save, and how long to look for that.
+QUIET = 0.5
+PATIENCE = 10.0
 
 
 class Folder:
@@ -44,11 +49,35 @@ class Folder:
 
     def clean(self) -> None:
         """Deletes what an unfinished save or deletion left behind."""
-        for path in self._path.iterdir():
-            if path.name.partition(".")[0].isdecimal() and (
-                UNFINISHED in path.name or path.name.endswith(DELETED)
-            ):
-                shutil.rmtree(path)
+        for path in self._leftovers():
+            shutil.rmtree(path)
+
+    def clean_after_failure(self) -> None:
+        """As `clean`, until nothing comes back.
+
+        When one write fails, Orbax no longer waits for the others. TensorStore goes on with them,
+        into a folder that is being deleted, or makes it anew.
+        """
+        give_up = time.monotonic() + PATIENCE
+        quiet_since = time.monotonic()
+        while time.monotonic() < quiet_since + QUIET:
+            if self._leftovers():
+                quiet_since = time.monotonic()
+                try:
+                    self.clean()
+                except OSError as error:
+                    changed_meanwhile = error.errno in (errno.ENOENT, errno.ENOTEMPTY)
+                    if not changed_meanwhile or quiet_since > give_up:
+                        raise
+            time.sleep(QUIET / 10)
+
+    def _leftovers(self) -> list[Path]:
+        return [
+            path
+            for path in self._path.iterdir()
+            if path.name.partition(".")[0].isdecimal()
+            and (UNFINISHED in path.name or path.name.endswith(DELETED))
+        ]
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Takes note of a checkpoint that is whole, and deletes what is then not to be kept."""

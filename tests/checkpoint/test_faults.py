@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +23,10 @@ import pytest
 
 import eqtrain as et
 from eqtrain.checkpoint import CheckpointError, Checkpoints, read_metadata, restore
+from eqtrain.checkpoint.folder import Folder
 from eqtrain.checkpoint.metadata import steps_in
+from eqtrain.checkpoint.retention import Retention
+from eqtrain.checkpoint.storage import UNFINISHED
 from tests.checkpoint.programs import copies, different, init, make, make_loader, program, run
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -177,6 +182,33 @@ def test_a_save_that_fails_reaches_the_loop_and_harms_nothing(tmp_path, big):
         with pytest.raises(CheckpointError, match="in saving step 12"):
             checkpoints.close()
     assert steps_in(tmp_path) == [5, 10]
+
+
+def test_writes_that_nobody_waits_for_leave_nothing_behind(tmp_path):
+    folder = Folder(tmp_path, Retention())
+    late = tmp_path / f"10{UNFINISHED}" / "state" / "d"
+
+    def write() -> None:
+        """As TensorStore goes on after the write that failed: it makes the folders it needs."""
+        for number in range(200):
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                late.mkdir(parents=True, exist_ok=True)
+                (late / str(number)).touch()
+        time.sleep(0.2)
+        late.mkdir(parents=True, exist_ok=True)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    folder.clean_after_failure()
+    assert not thread.is_alive() and names(tmp_path) == set()
+    # What cannot be deleted is said.
+    late.mkdir(parents=True)
+    late.parent.chmod(0o555)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    with unprivileged(), pytest.raises(PermissionError):
+        folder.clean_after_failure()
+    folder.release()
 
 
 @noisy
