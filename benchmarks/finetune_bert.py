@@ -19,7 +19,6 @@ import json
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,17 +111,13 @@ def fit(
     def still(model: SequenceClassifier, state: Any, batch: Any, key: Any) -> Any:
         return loss(model, state, batch, None)  # no key, no dropout
 
-    # One for each shape, since an evaluation is compiled once.
-    evaluations = {
-        length: et.pipe(still, et.precision(args.precision), et.evaluate) for length in buckets
-    }
+    measure = et.pipe(
+        still, et.precision(args.precision), et.evaluate(max_compilations=len(buckets))
+    )
 
     def evaluate(ts: et.TrainState) -> dict[str, float]:
-        parts = [
-            evaluations[batch["tokens"].shape[1]](ts, batch)
-            for batch in bert_data.batches(test, buckets, args.batch_size)
-        ]
-        return et.fetch(et.merge(*parts))
+        batches = bert_data.batches(test, buckets, args.batch_size)
+        return et.fetch(et.merge(*(measure(ts, batch) for batch in batches)))
 
     start = time.perf_counter()
     make = make_model(bert_data.NUM_CLASSES[args.dataset], args.dropout)
@@ -186,8 +181,6 @@ def baseline(dataset: str, limit: int | None) -> float | None:
 def main() -> None:
     args = arguments()
     started = time.perf_counter()
-    # A shape for each length is meant; one too many is still an error.
-    warnings.filterwarnings("ignore", category=et.RecompilationWarning)
     console = Console()
     run = RunFolder(args.dataset, args.run, console)
     train, test = (rows.first(args.limit) for rows in bert_data.load(args.dataset))

@@ -17,7 +17,7 @@ from .state import Structure, TrainState, UsedStateError, require_train_state
 
 
 class RecompilationWarning(UserWarning):
-    """A program was compiled more than once."""
+    """A program was compiled more than once, and no `max_compilations` says that it may be."""
 
 
 class RecompilationError(RuntimeError):
@@ -127,15 +127,19 @@ class Compiled:
         """Counts a compilation that is traced, and refuses it if it is one too many."""
         if self._signatures:
             self._require_allowed(signature)
-            warnings.warn(self._report(signature), RecompilationWarning, stacklevel=2)
+            self._warn(signature)
         self._signatures.append(signature)
 
     def _note(self, signature: Signature) -> None:
         """Counts the compilation that no tracing shows: the same arrays, lying elsewhere."""
         if signature not in self._signatures:
-            message = self._report(signature)
+            self._warn(signature)
             self._signatures.append(signature)
-            warnings.warn(message, RecompilationWarning, stacklevel=3)
+
+    def _warn(self, signature: Signature) -> None:
+        """Warns of a compilation after the first; a limit says that those within it are meant."""
+        if self._max_compilations is None:
+            warnings.warn(self._report(signature), RecompilationWarning, stacklevel=4)
 
     def _refuse_new(self, ts: TrainState, batch: PyTree) -> None:
         """Refuses, before anything runs, what would be compiled once too often.

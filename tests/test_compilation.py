@@ -253,11 +253,12 @@ def test_a_model_that_changes_is_reported_by_what_changed(change: str):
     assert lines_of(str(error.value)) == lines
 
 
-def test_as_many_compilations_as_allowed_are_warned_of():
+def test_as_many_compilations_as_are_meant_are_not_warned_of():
+    # Warnings are errors here.
     program = program_of(max_compilations=2)
     ts, _ = program(started(program), rows(8))
-    with pytest.warns(et.RecompilationWarning):
-        ts, _ = program(ts, rows(4))
+    ts, _ = program(ts, rows(4))
+    assert program.compilations == 2
     with pytest.raises(et.RecompilationError, match="compilation 3"):
         program(ts, rows(2))
 
@@ -357,14 +358,15 @@ def test_a_state_follows_the_batch_to_its_device():
 
 
 def test_a_setting_of_jax_that_changes_is_reported_as_such():
-    program = program_of(max_compilations=2)
-    ts, _ = program(started(program), rows(8))
-    with pytest.warns(et.RecompilationWarning, match="equal to those of compilation 1: a setting"):
-        with jax.default_matmul_precision("highest"):
-            ts, _ = program(ts, rows(8))
-    with pytest.raises(et.RecompilationError, match="Got compilation 3, .* a setting of JAX"):
-        with jax.default_matmul_precision("float32"):
+    program, limited = program_of(), program_of(max_compilations=1)
+    (ts, _), (other, _) = (some(started(some), rows(8)) for some in (program, limited))
+    with jax.default_matmul_precision("highest"):
+        with pytest.warns(
+            et.RecompilationWarning, match="equal to those of compilation 1: a setting"
+        ):
             program(ts, rows(8))
+        with pytest.raises(et.RecompilationError, match="Got compilation 2, .* a setting of JAX"):
+            limited(other, rows(8))
 
 
 def test_the_nearest_compilation_is_the_one_that_is_compared():
@@ -440,3 +442,9 @@ def test_evaluation_compiles_once_and_reports_a_second_time():
     assert measure.compilations == 1
     with pytest.warns(et.RecompilationWarning, match=r"`evaluate`(.|\n)*batch\.x +shape"):
         measure(ts, rows(4))
+
+    limited = et.pipe(Counted(), et.evaluate(max_compilations=2))
+    for count in (8, 4):
+        limited(ts, rows(count))
+    with pytest.raises(et.RecompilationError, match=r"`evaluate`(.|\n)*2 times(.|\n)*batch\.x"):
+        limited(ts, rows(2))

@@ -24,8 +24,9 @@ def jit(given: Any = None, *, max_compilations: int | None = None) -> Any:
 
     **Arguments:**
 
-    - `max_compilations`: a compilation beyond so many raises `RecompilationError`; a second one is
-      reported by a `RecompilationWarning` that names the argument that changed.
+    - `max_compilations`: how many are meant, one for each shape of a batch; one more raises
+      `RecompilationError`. Without it each after the first is a `RecompilationWarning`. Both name
+      the argument that changed.
 
     **Returns:** a Program. Used bare (`@et.jit`) or with arguments.
 

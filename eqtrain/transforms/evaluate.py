@@ -33,7 +33,7 @@ class Evaluation(Level):
         return self.compiled.compilations
 
 
-def evaluate(given: Any) -> Evaluation:
+def evaluate(given: Any = None, *, max_compilations: int | None = None) -> Any:
     """Compiles a Loss or Contribute to one that only measures.
 
     Takes the TrainState of a training step whose model and state it reads; the state that the loss
@@ -41,8 +41,13 @@ def evaluate(given: Any) -> Evaluation:
     `eqx.nn.inference_mode(model)` in it, and no key. For averaged parameters pass
     `ts.replace(model=ts.ema)`. Merge the batches' metrics by `et.merge`: their counts weigh them.
 
+    **Arguments:**
+
+    - `max_compilations`: as for `jit`.
+
     **Returns:** an Evaluation, whose metrics are the loss's with `loss` beside them, and where the
-    loss has checks `failed_checks`: in how many batches one failed.
+    loss has checks `failed_checks`: in how many batches one failed. Used bare (`@et.evaluate`) or
+    with arguments.
 
     ```python
     >>> def loss(model, state, batch, key):
@@ -54,6 +59,14 @@ def evaluate(given: Any) -> Evaluation:
 
     ```
     """
+
+    def transform(given: Any) -> Evaluation:
+        return _evaluate(given, max_compilations)
+
+    return transform if given is None else transform(given)
+
+
+def _evaluate(given: Any, max_compilations: int | None) -> Evaluation:
     source = "et.evaluate"
     inner = as_contribute(given, source)
 
@@ -76,5 +89,11 @@ def evaluate(given: Any) -> Evaluation:
     return Evaluation(
         chain=(*inner.chain, Link(source, Evaluation)),
         wrapped=given,
-        compiled=Compiled("evaluate", build, lambda structure: None, donate=False),
+        compiled=Compiled(
+            "evaluate",
+            build,
+            out_shardings=lambda structure: None,
+            donate=False,
+            max_compilations=max_compilations,
+        ),
     )
