@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -11,7 +13,15 @@ def check_agreement(what: str, settings: dict[str, int]) -> None:
 
     **Raises:** `ValueError`, in every process, that names the setting and what each of them has.
     """
-    # One all-gather. In bytes, since JAX narrows 64-bit integers.
+    # An all-gather takes as many numbers from each process, so these come first.
+    kinds = ", ".join(settings).encode()
+    digest = int.from_bytes(hashlib.blake2b(kinds, digest_size=16).digest(), "big")
+    _compare(what, {"a number of settings": len(settings), "kinds of settings": digest})
+    _compare(what, settings)
+
+
+def _compare(what: str, settings: dict[str, int]) -> None:
+    # In bytes, since JAX narrows 64-bit integers.
     coded = [list(value.to_bytes(16, "big")) for value in settings.values()]
     everywhere = multihost_utils.process_allgather(np.array(coded, np.uint8))
     for i, name in enumerate(settings):

@@ -62,6 +62,8 @@ class BucketPlan(AbstractPlan):
 class Buckets(AbstractReader):
     """Rows sorted into buckets; see `bucket`."""
 
+    order_depends_on_batch_size = True
+
     def __init__(
         self,
         source: Source,

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from .example import Augment, Augmentation
 from .plan import Drawn
 from .resumable import loop
+from .share import Share
 from .source import Example, Source, reader
 
 
@@ -158,6 +159,25 @@ class Loader:
     def dropped_per_epoch(self) -> int:
         """Rows left out in each epoch, which is 0 unless `remainder="drop"`."""
         return self._plan.dropped_per_epoch
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """The settings that decide which rows form a batch. A position is one of this order."""
+        order: dict[str, Any] = {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_rows": self.num_rows,
+            "remainder": self.remainder,
+            **self._reader.settings(),
+        }
+        if self._reader.order_depends_on_batch_size or self.remainder == "drop":
+            order["batch_size"] = self.batch_size
+        return order
+
+    @property
+    def share(self) -> Share:
+        """Which rows of each global batch are read here."""
+        return Share(self.process_index, self.process_count)
 
     def __len__(self) -> int:
         """The number of batches in all epochs. **Raises:** `TypeError` if there is no end."""

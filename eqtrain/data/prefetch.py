@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxtyping import PyTree
 
 from .loader import Batches
 from .resumable import Resumable, close_if_needed
+from .share import require_own_rows
 from .workers import WorkerBatches
 
 
@@ -32,7 +34,9 @@ class _Channel:
         self.ended = False  # nothing more will come
 
 
-def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> None:
+def _read(
+    channel: _Channel, batches: Iterator[PyTree], place: Callable[[PyTree, bool], PyTree]
+) -> None:
     """The reading thread."""
     # Device arrays on a CPU may share the memory of NumPy's. What a loader reads is left alone, but
     # another iterator may fill the same arrays with its next batch.
@@ -50,7 +54,7 @@ def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> Non
             except StopIteration:
                 return
             # Waited for, so that what goes wrong is found at this batch.
-            placed = jax.block_until_ready(_place(batch, sharding, fresh))
+            placed = jax.block_until_ready(place(batch, fresh))
             with channel.changed:
                 if channel.closed:
                     return
@@ -71,13 +75,28 @@ def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> Non
             channel.changed.notify_all()
 
 
-def _stop(channel: _Channel, thread: threading.Thread) -> None:
+def _stop(channel: _Channel) -> None:
+    """Tells the reading thread to end. It does not wait.
+
+    The garbage collector runs this in any thread, such as one that the reading thread waits for.
+    """
     with channel.changed:
         channel.closed = True
         channel.ready.clear()
         channel.changed.notify_all()
-    # The garbage collector may run this in the reading thread itself.
-    if thread is not threading.current_thread():
+
+
+# Threads that read, and what they share. They are daemons, since Python waits for all others before
+# it calls anything at its exit; JAX must not be in use beyond that.
+_READING: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _stop_all() -> None:
+    reading = list(_READING.items())
+    for _, channel in reading:
+        _stop(channel)
+    for thread, _ in reading:
         thread.join()
 
 
@@ -89,7 +108,7 @@ class Prefetch(Iterator[PyTree]):
         self._sharding = sharding
         self._depth = depth
         self._channel: _Channel | None = None
-        self._close: weakref.finalize | None = None
+        self._thread: threading.Thread | None = None
         self._closed = False
         self._position: int | None = getattr(batches, "position", None)
 
@@ -129,8 +148,9 @@ class Prefetch(Iterator[PyTree]):
     def close(self) -> None:
         """Ends the reading thread, and drops what it has read ahead. Waits for a read under way."""
         self._closed = True
-        if self._close is not None:
-            self._close()
+        if self._channel is not None and self._thread is not None:
+            _stop(self._channel)
+            self._thread.join()
 
     def __enter__(self) -> Prefetch:
         return self
@@ -145,18 +165,31 @@ class Prefetch(Iterator[PyTree]):
 
     def _start(self) -> _Channel:
         channel = _Channel(self._depth)
-        batches = self._batches
+        batches, sharding = self._batches, self._sharding
+        share = getattr(batches, "share", None)
+        for one in jax.tree.leaves(sharding):
+            if (
+                share is not None
+                and isinstance(one, NamedSharding)
+                and not one.is_fully_addressable
+            ):
+                require_own_rows(one, share)
         iterator = batches.begin() if isinstance(batches, Resumable) else iter(batches)
-        # A daemon, since Python waits for all others before it calls finalizers at its exit.
+        # Settings of this thread, which others do not see.
+        device, x64 = jax.config.jax_default_device, jax.config.jax_enable_x64
+
+        def place(batch: PyTree, fresh: bool) -> PyTree:
+            with jax.default_device(device), jax.enable_x64(x64):
+                return _place(batch, sharding, fresh)
+
         thread = threading.Thread(
-            target=_read,
-            args=(channel, iterator, self._sharding),
-            name="eqtrain-prefetch",
-            daemon=True,
+            target=_read, args=(channel, iterator, place), name="eqtrain-prefetch", daemon=True
         )
-        # Also called when this object is garbage, as after a `break`, and at the exit of Python.
-        self._close = weakref.finalize(self, _stop, channel, thread)
-        self._channel, self._position = channel, getattr(iterator, "position", None)
+        # When this object is garbage, as after a `break`.
+        weakref.finalize(self, _stop, channel).atexit = False
+        _READING[thread] = channel
+        self._channel, self._thread = channel, thread
+        self._position = getattr(iterator, "position", None)
         thread.start()
         return channel
 

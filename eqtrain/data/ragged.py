@@ -79,7 +79,7 @@ class Ragged:
         return [self._cut(example, int(row)) for example, row in zip(examples, rows, strict=True)]
 
     def settings(self) -> dict[str, int]:
-        """What has to be the same in all processes."""
+        """What has to be the same in all processes and after a restart."""
         return {**self.reader.settings(), "the lengths of the rows": digest(self.row_lengths)}
 
     def length_of(self, example: Example, row: int) -> int:
@@ -109,7 +109,8 @@ class Ragged:
     def _measure(self) -> Int[np.ndarray, " rows"]:
         rows = np.arange(len(self.reader))
         blocks = [rows[first : first + _READ] for first in range(0, len(rows), _READ)]
-        read = [zip(self.reader.examples(block), block.tolist(), strict=True) for block in blocks]
+        # A block at a time, since the rows may not fit into memory together.
+        read = (zip(self.reader.examples(block), block.tolist(), strict=True) for block in blocks)
         return np.array([self.length_of(example, row) for part in read for example, row in part])
 
     def _given(self, row_lengths: Any) -> Int[np.ndarray, " rows"]:
@@ -120,7 +121,8 @@ class Ragged:
                 f"Got {lengths.dtype} of shape {lengths.shape} for {len(self.reader)} rows. "
                 "Leave it out to have all rows read once and measured."
             )
-        return lengths
+        # Small or unsigned ones would overflow in sums and differences.
+        return lengths.astype(np.int64)
 
 
 def digest(numbers: Int[np.ndarray, " numbers"]) -> int:

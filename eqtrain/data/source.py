@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -32,6 +32,9 @@ class RowSource(Protocol):
 class AbstractReader(abc.ABC):
     """Reads rows of a source by their indices."""
 
+    # Whether rows come in another order in batches of another size.
+    order_depends_on_batch_size: ClassVar[bool] = False
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """The number of rows."""
@@ -55,7 +58,10 @@ class AbstractReader(abc.ABC):
         return RowPlan(len(self), batch_size, seed, shuffle, drop)
 
     def settings(self) -> dict[str, int]:
-        """What has to be the same in all processes, as whole numbers below 2**128."""
+        """What has to be the same in all processes and after a restart.
+
+        Whole numbers below 2**128.
+        """
         return {"the number of rows": len(self)}
 
 
@@ -144,15 +150,24 @@ def stack_examples(
     examples: Sequence[Example], rows: Int[np.ndarray, " rows"]
 ) -> dict[str, np.ndarray]:
     """Stacks examples along a new leading dim. **Raises:** `ValueError` where they differ."""
-    shapes = [{name: np.shape(value) for name, value in row.items()} for row in examples]
-    for row, found in zip(rows, shapes, strict=True):
-        if found != shapes[0]:
+    arrays = [{name: np.asarray(value) for name, value in row.items()} for row in examples]
+    # The dtype of a text says how long it is.
+    kinds = [
+        {name: (x.shape, "text" if x.dtype.kind in "SU" else x.dtype) for name, x in row.items()}
+        for row in arrays
+    ]
+    for row, found in zip(rows, kinds, strict=True):
+        if found != kinds[0]:
+            first, other = (
+                {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in kind.items()}
+                for kind in (kinds[0], found)
+            )
             raise ValueError(
-                "All rows of a source must have the same names and shapes. "
-                f"Got {shapes[0]} for row {rows[0]} and {found} for row {row}. "
+                "All rows of a source must have the same names, shapes and dtypes. "
+                f"Got {first} for row {rows[0]} and {other} for row {row}. "
                 "Use `et.data.bucket` or `et.data.pack` for rows of several lengths."
             )
-    return {name: np.stack([np.asarray(row[name]) for row in examples]) for name in shapes[0]}
+    return {name: np.stack([row[name] for row in arrays]) for name in kinds[0]}
 
 
 def reader(source: Source) -> AbstractReader:

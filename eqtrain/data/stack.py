@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .resumable import Resumable, close_if_needed, loop
+from .share import Share
 
 
 class Stacked(Iterator[PyTree]):
@@ -51,6 +53,12 @@ class ResumableStacks:
     @property
     def position(self) -> int:
         return self._batches.position
+
+    @property
+    def share(self) -> Share | None:
+        """That of the batches, whose rows are along the dim after that of the stack."""
+        share = getattr(self._batches, "share", None)
+        return None if share is None else dataclasses.replace(share, dim=share.dim + 1)
 
     def begin(self) -> Stacked:
         return Stacked(self._batches.begin(), self._num_batches)

@@ -12,6 +12,7 @@ import numpy as np
 from ..extras import extra
 from .loader import Loader
 from .resumable import loop
+from .share import Share
 
 
 class _BatchSource:
@@ -113,6 +114,16 @@ class Workers:
     @position.setter
     def position(self, position: int) -> None:
         self._loader.position = position
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """The order of the loader."""
+        return self._loader.order
+
+    @property
+    def share(self) -> Share:
+        """The share of the loader."""
+        return self._loader.share
 
     def begin(self) -> WorkerBatches:
         self._loader.begin()  # which raises where a loop may not begin, or goes back to the start

@@ -194,6 +194,8 @@ def test_rows_and_settings_that_do_not_fit_are_refused():
     for lengths in (LENGTHS[:-1], np.ones(23)):
         with pytest.raises(ValueError, match="`row_lengths` must be"):
             buckets(row_lengths=lengths)
+    small = buckets(row_lengths=np.array(LENGTHS, np.uint8))
+    assert small.padding == buckets().padding
     wrong = buckets(row_lengths=[*LENGTHS[:-1], 2])
     with pytest.raises(ValueError, match="Got 1 tokens for row 22, and 2 there"):
         list(Loader(wrong, 4, epochs=1))

@@ -1,5 +1,6 @@
 """Packed sequences hold every row once, and a model sees in them what it sees in the rows alone."""
 
+import weakref
 from typing import Any
 
 import jax
@@ -41,6 +42,39 @@ def unpack(batch: dict[str, np.ndarray]) -> list[tuple[int, list[int]]]:
             np.testing.assert_array_equal(scores[at], row)
             found.append((row, tokens[at].tolist()))
     return found
+
+
+def test_lengths_of_small_unsigned_numbers():
+    given = pack(rows([10, 3]), 4, pad=PAD, split=True, row_lengths=np.array([10, 3], np.uint8))
+    assert len(given) == len(pack(rows([10, 3]), 4, pad=PAD, split=True)) == 4
+    assert sorted(sum((tokens for _, tokens in unpack(Loader(given, 4).batch(0))), [])) == [
+        *range(10),
+        *range(100, 103),
+    ]
+
+
+def test_measuring_holds_a_block_of_rows_and_not_all():
+    alive = most = 0
+
+    class Source:
+        def __len__(self) -> int:
+            return 5000
+
+        def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+            nonlocal alive, most
+
+            def gone() -> None:
+                nonlocal alive
+                alive -= 1
+
+            tokens = np.arange(1 + row % 3)
+            weakref.finalize(tokens, gone)
+            alive += 1
+            most = max(most, alive)
+            return {"tokens": tokens}
+
+    assert len(pack(Source(), 8, pad={"tokens": 0}).padding.lengths) == 1
+    assert 0 < most < 2500
 
 
 @pytest.mark.parametrize("window", [1, 4, 100])

@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,28 +15,22 @@ from jax.sharding import PartitionSpec as P
 
 from eqtrain.data import Loader, prefetch
 from tests.data.processes import run_two
+from tests.data.threads import readers, wait_for
 
 
 def ids(num_rows: int) -> dict[str, np.ndarray]:
     return {"id": np.arange(num_rows, dtype=np.int32), "x": np.ones((num_rows, 3), np.float32)}
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited for 20 seconds"
-        time.sleep(0.002)
-
-
 def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "eqtrain-prefetch"]
+    return readers("eqtrain-prefetch")
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     assert not reading_threads()
     yield
-    assert not reading_threads()
+    wait_for(lambda: not reading_threads())
 
 
 @pytest.fixture
@@ -229,7 +223,7 @@ def test_break_ends_the_thread():
     for _ in prefetch(endless(closed)):
         break
     gc.collect()
-    assert closed.is_set() and not reading_threads()
+    wait_for(lambda: closed.is_set() and not reading_threads())
 
 
 def test_forgotten_iterator_ends_its_thread():
@@ -240,7 +234,39 @@ def test_forgotten_iterator_ends_its_thread():
     cycle.append(cycle)
     del batches, cycle
     gc.collect()
-    assert closed.is_set() and not reading_threads()
+    wait_for(lambda: closed.is_set() and not reading_threads())
+
+
+def test_garbage_collected_by_a_thread_that_is_waited_for():
+    # The reading thread waits for those that read rows, and one of these may collect the iterator.
+    forgotten, collected = threading.Event(), threading.Event()
+
+    class Source:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+            if row >= 2 and not collected.is_set():
+                forgotten.wait(20)
+                gc.collect()
+                collected.set()
+            return {"id": np.array(row)}
+
+    batches = prefetch(Loader(Source(), 2, shuffle=False, num_threads=1))
+    next(batches)
+    cycle: list[Any] = [batches]
+    cycle.append(cycle)
+    del batches, cycle
+    forgotten.set()
+    wait_for(lambda: collected.is_set() and not reading_threads())
+
+
+def test_settings_of_the_thread_that_asks_count():
+    device = jax.devices()[3]
+    with jax.default_device(device), jax.enable_x64(True):
+        batch = next(prefetch([{"x": np.ones(2, np.float64)}]))
+    assert batch["x"].devices() == {device} and batch["x"].dtype == np.float64
+    assert next(prefetch([{"x": np.ones(2, np.float64)}]))["x"].dtype == np.float32
 
 
 def test_depth_must_be_positive():
@@ -250,7 +276,7 @@ def test_depth_must_be_positive():
 
 PROCESS = """
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from eqtrain.data import Loader, prefetch
+    from eqtrain.data import Loader, bucket, prefetch, stack
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, P("data"))
@@ -275,6 +301,56 @@ PROCESS = """
         assert "seed of [0, 1]" in str(error), error
     else:
         raise AssertionError("another seed went unnoticed")
+
+    # An all-gather of more settings from one process than from the other would not end.
+    rows = [{"tokens": np.arange(3)}] * 8
+    try:
+        Loader(bucket(rows, lengths=(4, 8)[: 1 + index], pad={"tokens": 0}), 8)
+    except ValueError as error:
+        assert "a number of settings of [9, 10]" in str(error), error
+    else:
+        raise AssertionError("another number of buckets went unnoticed")
+
+    def first(shape, spec, by=("data", "model"), repeat=None, **share):
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        sharding = NamedSharding(jax.make_mesh(shape, by, axis_types=auto), spec)
+        batches = Loader(source, 8, **share)
+        with prefetch(stack(batches, repeat) if repeat else batches, sharding) as batches:
+            return next(batches)
+
+    # Where a model axis lies across processes, both hold the same rows, and both read them.
+    for shape, by in [((1, 4), ("data", "model")), ((2, 2), ("model", "data"))]:
+        try:
+            first(shape, P("data"), by)
+        except ValueError as error:
+            assert f"share {index} of 2 in process {index}" in str(error), error
+            assert "`process_index=0, process_count=1`" in str(error), error
+        else:
+            raise AssertionError("different rows were taken for copies")
+        batch = first(shape, P("data"), by, process_index=0, process_count=1)
+        assert batch["id"].shape == (8,)
+        for shard in batch["id"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole.batch(0)["id"][shard.index])
+    # All rows in both, where each holds a half, would be twice the batch.
+    try:
+        first((4, 1), P("data"), process_index=0, process_count=1)
+    except ValueError as error:
+        assert f"`process_index={index}, process_count=2`" in str(error), error
+    else:
+        raise AssertionError("a batch of twice the size was made")
+    # An axis that splits columns across processes.
+    try:
+        first((1, 4), P("data", "model"), process_index=0, process_count=1)
+    except ValueError as error:
+        assert "hold 2 of 4 parts along dim 1" in str(error), error
+    else:
+        raise AssertionError("rows that were cut were taken for whole")
+    # Stacks of batches, whose rows are along dim 1.
+    batch = first((4, 1), P(None, "data"), repeat=2)
+    assert batch["id"].shape == (2, 8)
+    for shard in batch["id"].addressable_shards:
+        expected = np.stack([whole.batch(n)["id"] for n in range(2)])
+        np.testing.assert_array_equal(shard.data, expected[shard.index])
 
     # The exit of Python ends the thread of an iterator that is still in use.
     left = prefetch(Loader(source, 8, process_index=0, process_count=1), depth=1)

@@ -73,6 +73,15 @@ def test_rows_are_read_many_at_once_where_a_source_can():
         assert [*first["id"], *second["id"]] == expected
 
 
+def test_rows_of_several_dtypes_are_refused():
+    # NumPy would promote them, so that the dtype of a batch depended on the rows in it.
+    mixed = [{"x": np.float32(1)}, {"x": np.float64(1)}]
+    with pytest.raises(ValueError, match=r"'x': 'float32\[\]'} for row 0 and {'x': 'float64\[\]'}"):
+        Loader(mixed, 2, shuffle=False).batch(0)
+    texts = [{"text": "a"}, {"text": "longer"}]
+    assert Loader(texts, 2, shuffle=False).batch(0)["text"].tolist() == ["a", "longer"]
+
+
 def test_error_of_rows_read_many_at_once():
     class Ended(Many):
         def __getitems__(self, indices: list[int]) -> list[Any]:

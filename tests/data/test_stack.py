@@ -1,12 +1,12 @@
 """Batches stacked for `repeat` keep the loader's position."""
 
 import gc
-import threading
 
 import numpy as np
 import pytest
 
 from eqtrain.data import Loader, Prefetch, prefetch, stack
+from tests.data.threads import readers, wait_for
 
 
 def make_loader(rows: int = 24) -> Loader:
@@ -39,16 +39,13 @@ def test_the_position_counts_what_was_handed_out(ahead: bool):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_threads_that_read_end_with_the_loop(ahead: bool):
-    def readers() -> int:
-        return sum(thread.name.startswith("eqtrain-") for thread in threading.enumerate())
-
     loader = Loader({"id": np.arange(24)}, batch_size=2, num_threads=2)
     stacks = stack(loader, 3)
     for _ in prefetch(stacks) if ahead else stacks:
         assert readers()
         break
     gc.collect()  # of the iterator that was left
-    assert not readers()
+    wait_for(lambda: not readers())
 
 
 def test_stacks_that_do_not_come_out_even_are_refused():
