@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import sys
+import threading
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +29,9 @@ from .processes import all_succeed, is_first, same_everywhere
 from .restore import agreed_step, restore
 from .retention import Retention
 from .storage import Writer, orbax
+
+# Those whose last save has to be waited for at the end of the process, if nobody closed them.
+_OPEN: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
 class Checkpoints:
@@ -96,8 +104,8 @@ class Checkpoints:
             "open the folder of checkpoints",
         )
         self._writer = Writer()
-        # Ends with the process and not before its last save.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        _OPEN.add(self)
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order of their numbers; without one under way."""
@@ -126,8 +134,9 @@ class Checkpoints:
 
         **Arguments:**
 
-        - `loader`: its `position` is saved. Save between a step and the next batch, and it is that
-            behind the last batch that the TrainState has seen, also through `prefetch`.
+        - `loader`: its `position` is saved, and its `order`, which a restore compares. Save between
+            a step and the next batch, and the position is that behind the last batch that the
+            TrainState has seen, also through `prefetch`.
         - `metrics`: of a step or an evaluation, fetched or not, for `keep_best` and the metadata.
         - `program`: that which made `ts`. Nothing is saved from a failed step on: the flag that the
             next call would look at is looked at here. Its transforms go into the metadata.
@@ -170,11 +179,20 @@ class Checkpoints:
         """Runs in the background: waits for the save, then deletes what is not to be kept."""
         try:
             self._writer.wait()
-            if self._owned is not None:
-                self._owned.add(step, metrics)
         except Exception as error:
             self._clean_after(step, error)
             raise self._failed(step, error) from error
+        if self._owned is not None:
+            try:
+                self._owned.add(step, metrics)
+            except OSError as error:
+                # Not worth a run that goes on: the disk has all it was to have, and more.
+                warnings.warn(
+                    "Checkpoints that are not to be kept are deleted. "
+                    f"Got an error in doing so, after step {step} was saved: {error} "
+                    "It is tried again with the next save; correct the permissions until then.",
+                    stacklevel=1,
+                )
 
     def _clean_after(self, step: int, error: Exception) -> None:
         """Makes room again after a save that failed."""
@@ -224,16 +242,34 @@ class Checkpoints:
         return self.restore(program.init_shapes(make, key=key), loader)
 
     def discard_after(self, step: int) -> None:
-        """Deletes the checkpoints behind a step, so that a run can go on from it another way."""
+        """Deletes the checkpoints behind a step, so that a run can go on from it another way.
+
+        **Raises:** `CheckpointError` if one cannot be deleted.
+        """
         self.wait()
-        if self._owned is not None:
-            for later in [found for found in self.steps() if found > step]:
-                self._owned.delete(later)
-        all_succeed(lambda: None, "discard checkpoints")
+
+        def discard() -> None:
+            if self._owned is None:
+                return
+            try:
+                self._owned.delete(found for found in self.steps() if found > step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"The checkpoints behind step {step} must go. Got an error in deleting them "
+                    f"from `{self.folder}`: {error} Correct the permissions, and discard again."
+                ) from error
+
+        all_succeed(discard, "discard checkpoints")
         self._reached = None
 
     def wait(self) -> None:
-        """Waits until the save under way is on disk. **Raises:** `CheckpointError` if it failed."""
+        """Waits until the save under way is on disk. **Raises:** `CheckpointError` if it failed.
+
+        If it failed in one process, it raises in all.
+        """
+        all_succeed(self._wait_here, "save checkpoints")
+
+    def _wait_here(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -245,7 +281,8 @@ class Checkpoints:
     def close(self) -> None:
         """Waits, and gives the folder free. **Raises:** as `wait` does."""
         try:
-            self.wait()
+            # Of this process alone, since the others may not get here after an error.
+            self._wait_here()
         finally:
             self._thread.shutdown()
             self._writer.close()
@@ -283,6 +320,19 @@ class Checkpoints:
             )
         # JSON has no word for the others.
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _wait_at_exit() -> None:
+    for checkpoints in list(_OPEN):
+        try:
+            checkpoints._wait_here()
+        except Exception as error:
+            print(f"eqtrain: {error}", file=sys.stderr)
+
+
+# The thread pools that write are shut down before the functions of `atexit` run. What is registered
+# here comes before that; it is what the pools themselves use.
+getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)
 
 
 def _by_name(ts: TrainState) -> dict[str, Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from .error import CheckpointError
@@ -16,9 +17,11 @@ from .storage import UNFINISHED
 
 # A checkpoint on its way out: renamed first, so that a number always stands for a whole one.
 DELETED = ".deleted"
-# In seconds: how long nothing new has to come after a failed save, and how long to look for that.
+# In seconds: how long nothing new has to come after a failed save, how long to try to delete what
+# is still changing, and how long to wait in between.
 QUIET = 0.5
 PATIENCE = 10.0
+PAUSE = 0.05
 
 
 class Folder:
@@ -33,7 +36,11 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(path)
-            self.clean()
+            try:
+                self.clean()
+            except BaseException:
+                self._lock.release()
+                raise
         except OSError as error:
             raise CheckpointError(
                 f"The folder of checkpoints must be one to write to. Got `{path}`: {error}. "
@@ -50,7 +57,7 @@ class Folder:
     def clean(self) -> None:
         """Deletes what an unfinished save or deletion left behind."""
         for path in self._leftovers():
-            shutil.rmtree(path)
+            _remove(path)
 
     def clean_after_failure(self) -> None:
         """As `clean`, until nothing comes back.
@@ -58,18 +65,12 @@ class Folder:
         When one write fails, Orbax no longer waits for the others. TensorStore goes on with them,
         into a folder that is being deleted, or makes it anew.
         """
-        give_up = time.monotonic() + PATIENCE
         quiet_since = time.monotonic()
         while time.monotonic() < quiet_since + QUIET:
             if self._leftovers():
                 quiet_since = time.monotonic()
-                try:
-                    self.clean()
-                except OSError as error:
-                    changed_meanwhile = error.errno in (errno.ENOENT, errno.ENOTEMPTY)
-                    if not changed_meanwhile or quiet_since > give_up:
-                        raise
-            time.sleep(QUIET / 10)
+                self.clean()
+            time.sleep(PAUSE)
 
     def _leftovers(self) -> list[Path]:
         return [
@@ -84,15 +85,31 @@ class Folder:
         self._metrics[step] = metrics
         # The new one has its name on disk before an old one goes.
         sync_folder(self._path)
-        for old in sorted(self._metrics.keys() - self._retention.kept(self._metrics)):
-            self.delete(old)
+        self.delete(self._metrics.keys() - self._retention.kept(self._metrics))
 
-    def delete(self, step: int) -> None:
-        self._metrics.pop(step, None)
-        path = self._path / str(step)
-        gone = path.with_name(path.name + DELETED)
-        path.rename(gone)
-        shutil.rmtree(gone)
+    def delete(self, steps: Iterable[int]) -> None:
+        for step in sorted(steps):
+            path = self._path / str(step)
+            path.rename(path.with_name(path.name + DELETED))
+            self._metrics.pop(step, None)
+        # Those too that could not be deleted an earlier time.
+        self.clean()
 
     def release(self) -> None:
         self._lock.release()
+
+
+def _remove(path: Path) -> None:
+    """Deletes a folder in which somebody may still write, or hold a file open on NFS."""
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        try:
+            shutil.rmtree(path)
+            return
+        except OSError as error:
+            if not path.exists():
+                return
+            changes = error.errno in (errno.ENOENT, errno.ENOTEMPTY)
+            if not changes or time.monotonic() > give_up:
+                raise
+        time.sleep(PAUSE)

@@ -85,6 +85,11 @@ def verify(folder: Path, below: str, share: int = 0, shares: int = 1) -> None:
 
 
 def damaged(folder: Path, problem: str) -> CheckpointError:
+    if not folder.exists():
+        return CheckpointError(
+            f"A checkpoint must be there while it is read. Got `{folder}`, which was deleted "
+            "meanwhile: the run that writes to the folder no longer keeps it. Restore again."
+        )
     return CheckpointError(
         f"A checkpoint must be read as it was written. Got {problem}. "
         f"Delete `{folder}`, and the last good checkpoint before it is used."

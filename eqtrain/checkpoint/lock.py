@@ -27,7 +27,7 @@ class FolderLock:
         self._path = folder.resolve() / ".lock"
         # Before the file is opened: closing it again would give up this process's lock.
         if self._path in _HELD:
-            raise self._in_use("this process", "Close the first one before")
+            raise self._in_use("this process", "Close the first one, or")
         import fcntl  # not on every system on which the rest of the kit can be imported
 
         file = open(self._path, "a+", encoding="utf-8")

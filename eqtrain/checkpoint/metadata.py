@@ -16,13 +16,11 @@ from ..extras import versions
 from ..levels import Level
 from ..state import Structure
 from .error import CheckpointError
-from .integrity import damaged
+from .integrity import SUMS, damaged
 
 META = "meta"
 FILE = "metadata.json"
 FORMAT = 1
-# What decides which rows form a batch, where a loader has it.
-_ORDER = ("seed", "shuffle", "num_rows", "remainder")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +92,8 @@ def describe(
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """The settings of a loader that decide which rows form a batch, as far as it has them."""
-    return {name: getattr(loader, name) for name in _ORDER if hasattr(loader, name)}
+    """The settings of a loader that decide which rows form a batch, if it tells them."""
+    return dict(getattr(loader, "order", {}))
 
 
 def leaves_of(structure: Structure) -> tuple[Leaf, ...]:
@@ -186,11 +184,21 @@ def read_metadata(folder: str | Path, step: int | None = None) -> Metadata:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, in order of their numbers."""
+    """The steps of the checkpoints in a folder, in order of their numbers.
+
+    Other folders may have numbers for names. What is deleted, or restored, must be a checkpoint: it
+    has at least one of two files, of which the other may be what was damaged.
+    """
     if not folder.is_dir():
         return []
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+    return sorted(
+        int(path.name)
+        for path in folder.iterdir()
+        if path.name.isascii()
+        and path.name.isdecimal()
+        and str(int(path.name)) == path.name
+        and ((path / SUMS).is_file() or (path / META / FILE).is_file())
+    )
 
 
 def require_step(folder: Path, step: int | None) -> int:

@@ -81,7 +81,7 @@ def export_weights(model: PyTree, path: str | os.PathLike[str]) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         safetensors.numpy.save_file(tensors, unfinished, metadata={"format": "np"})
-        with open(unfinished, "rb") as file:
+        with open(unfinished, "r+b") as file:  # some systems sync what may be written
             os.fsync(file.fileno())
         unfinished.replace(path)
     finally:

@@ -157,6 +157,63 @@ def test_a_loader_that_would_give_other_rows_is_refused(tmp_path):
             checkpoints.restore(step.init_shapes(make), make_loader(seed=5))
 
 
+TEXTS = [{"tokens": np.arange(1 + row % 8)} for row in range(40)]
+PAD = {"tokens": 0}
+
+
+def mixed(weight: float) -> et.data.Mixture:
+    sources = {name: {"x": np.zeros(20)} for name in ("a", "b")}
+    return et.data.mix(sources, weights={"a": weight, "b": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        ((et.data.bucket(TEXTS, (4, 8), pad=PAD), 4), None, "batch_size=2 in place of 4"),
+        (
+            (et.data.bucket(TEXTS, (4, 8), pad=PAD), 4),
+            (et.data.bucket(TEXTS, (2, 4, 8), pad=PAD), 4),
+            "the number of buckets=3 in place of 2",
+        ),
+        (
+            (et.data.pack(TEXTS, 16, pad=PAD), 4),
+            (et.data.pack(TEXTS, 8, pad=PAD), 4),
+            "the length of sequences=8 in place of 16",
+        ),
+        ((mixed(1.0), 4), (mixed(3.0), 4), "the names and weights of the sources="),
+        (({"x": np.zeros(10)}, 4, "drop"), None, "batch_size=2 in place of 4"),
+        (({"x": np.zeros(10)}, 4), None, ""),  # the same rows in the same order
+    ],
+    ids=["batches of buckets", "buckets", "packs", "mixture", "dropped rows", "another batch size"],
+)
+def test_other_rows_are_refused_whatever_decides_them(tmp_path, saved, now, message):
+    def loader(source: Any, batch_size: int, remainder: Any = "pad") -> et.data.Loader:
+        return et.data.Loader(source, batch_size, remainder=remainder)
+
+    step = program()
+    first, second = loader(*saved), loader(*(now or (saved[0], 2, *saved[2:])))
+    next(iter(first))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(init(step), first)
+        checkpoints.restore(step.init_shapes(make), loader(*saved))
+        if message:
+            with pytest.raises(ValueError, match=f"must give the same rows. Got .*{message}"):
+                checkpoints.restore(step.init_shapes(make), second)
+        else:
+            checkpoints.restore(step.init_shapes(make), second)
+            assert second.position == first.position == 4
+            np.testing.assert_array_equal(second.rows(2), first.rows(1)[:2])
+
+
+def test_a_loader_whose_batches_are_read_by_processes_tells_its_order(tmp_path):
+    pytest.importorskip("grain")
+    step = program()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(init(step), et.data.Workers(make_loader(), 1))
+        with pytest.raises(ValueError, match="Got seed=5 in place of 4"):
+            checkpoints.restore(step.init_shapes(make), et.data.Workers(make_loader(seed=5), 1))
+
+
 # Case 51: onto another mesh
 
 
@@ -197,9 +254,10 @@ def test_what_comes_back_lies_as_the_template_says(eight, devices):
 def test_no_device_holds_more_than_its_shard(eight):
     folder, _ = eight
     template = program(8, "tree").init_shapes(make)
-    before = {id(array) for array in jax.live_arrays()}
+    before = jax.live_arrays()  # held, or a new one may get the id of one that is gone
+    known = {id(array) for array in before}
     ts = restore(folder, template)
-    new = [array for array in jax.live_arrays() if id(array) not in before]
+    new = [array for array in jax.live_arrays() if id(array) not in known]
     held = sum(shard.data.nbytes for a in new for shard in a.addressable_shards)
     expected = sum(
         leaf.dtype.itemsize * int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * 8

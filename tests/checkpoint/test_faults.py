@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import shutil
@@ -12,8 +13,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +33,20 @@ from tests.checkpoint.programs import copies, different, init, make, make_loader
 
 ocp = pytest.importorskip("orbax.checkpoint")
 ROOT = Path(__file__).parents[2]
-# Where a write fails, TensorStore calls back into an event loop that Orbax has closed by then.
-noisy = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 # Not compressible, so that what does not fit is known.
 BIG = np.random.default_rng(0).integers(0, 2**32, 2**18, np.uint32)
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    yield
+    gc.collect()  # else another test gets the warnings
+
+
+def noisy(test: Callable[..., None]) -> Callable[..., None]:
+    """Where a write fails, TensorStore calls back into an event loop that Orbax has closed."""
+    test = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")(test)
+    return pytest.mark.usefixtures("collected")(test)
 
 
 def at(ts: et.TrainState, step: int) -> et.TrainState:
@@ -203,10 +215,9 @@ def test_writes_that_nobody_waits_for_leave_nothing_behind(tmp_path):
     assert not thread.is_alive() and names(tmp_path) == set()
     # What cannot be deleted is said.
     late.mkdir(parents=True)
+    tmp_path.chmod(0o777)
     late.parent.chmod(0o555)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
-    with unprivileged(), pytest.raises(PermissionError):
+    with unprivileged(tmp_path), pytest.raises(PermissionError, match="'d'"):
         folder.clean_after_failure()
     folder.release()
 
@@ -244,13 +255,17 @@ def test_a_disk_that_is_full(tmp_path, big):
 
 
 @contextlib.contextmanager
-def unprivileged() -> Iterator[None]:
-    """As somebody whom the permissions of a folder bind."""
+def unprivileged(folder: Path) -> Iterator[None]:
+    """As somebody whom the permissions of a folder bind, and who can reach it."""
     if os.geteuid() != 0:
         yield
         return
+    for parent in (folder, *folder.parents):
+        if parent.owner() == "root" and parent.name.startswith(("pytest-", "popen-", "test_")):
+            parent.chmod(parent.stat().st_mode | 0o055)
     os.seteuid(65534)
     try:
+        assert os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
         yield
     finally:
         os.seteuid(0)
@@ -262,10 +277,106 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, first):
         Checkpoints(tmp_path / "file" / "run")
     folder = tmp_path / "run"
     folder.mkdir(mode=0o555)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
-    with unprivileged(), pytest.raises(CheckpointError, match="Permission denied"):
+    with unprivileged(tmp_path), pytest.raises(CheckpointError, match="run/.lock"):
         Checkpoints(folder)
+
+
+def test_a_folder_that_could_not_be_opened_can_be_opened_later(tmp_path):
+    left = tmp_path / f"10{UNFINISHED}" / "state"
+    left.mkdir(parents=True)
+    (left / "file").touch()
+    tmp_path.chmod(0o777)
+    left.chmod(0o555)
+    with unprivileged(tmp_path):
+        with pytest.raises(CheckpointError, match="file'. Choose another folder, or change its"):
+            Checkpoints(tmp_path)
+        if os.geteuid() != 65534:  # its owner
+            left.chmod(0o755)
+    left.chmod(0o777)
+    left.parent.chmod(0o777)
+    with unprivileged(tmp_path):
+        Checkpoints(tmp_path).close()
+    assert names(tmp_path) == set()
+
+
+def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path, first):
+    for name in ("2", "2024", "007"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.txt").touch()
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        assert checkpoints.steps() == [] and checkpoints.latest() is None
+        for step in (5, 6, 7):
+            checkpoints.save(at(first, step))
+        checkpoints.wait()
+        checkpoints.discard_after(6)
+    assert names(tmp_path) == {"2", "2024", "007"}
+
+
+def test_an_old_one_that_cannot_be_deleted_stops_no_run(tmp_path, first):
+    os.chown(tmp_path, 65534, -1) if os.geteuid() == 0 else None
+    with unprivileged(tmp_path), Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(at(first, 5))
+        checkpoints.wait()
+        (tmp_path / "5" / "state").chmod(0o555)
+        checkpoints.save(at(first, 6))
+        with pytest.raises(UserWarning, match="after step 6 was saved: .*Permission denied"):
+            checkpoints.wait()
+        assert checkpoints.steps() == [6]
+        # It is tried again.
+        (tmp_path / "5.deleted" / "state").chmod(0o755)
+        checkpoints.save(at(first, 7))
+        checkpoints.wait()
+        assert names(tmp_path) == {"7"}
+        (tmp_path / "7" / "state").chmod(0o555)
+        with pytest.raises(CheckpointError, match="behind step 3 must go. .*Permission denied"):
+            checkpoints.discard_after(3)
+        (tmp_path / "7.deleted" / "state").chmod(0o755)
+
+
+def test_one_that_is_deleted_while_it_is_read(tmp_path, whole, first, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    read_text = Path.read_text
+
+    def read_and_delete(path: Path, *args: Any, **settings: Any) -> str:
+        """The run that writes deletes it between two files that are read."""
+        text = read_text(path, *args, **settings)
+        if path.name == "metadata.json":
+            shutil.rmtree(folder / "5")
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read_and_delete)
+    with pytest.raises(CheckpointError, match="run/5`, which was deleted meanwhile: .* Restore ag"):
+        restore(folder, first)
+
+
+SAVED_LAST = """
+import sys
+import jax, jax.numpy as jnp, optax
+import eqtrain as et
+
+def loss(model, state, batch, key):
+    return et.mean((batch["x"] - model) ** 2), state, {}
+
+step = et.pipe(loss, et.update(optax.sgd(0.25)), et.donate)
+ts = step.init(lambda key: jnp.zeros(1_000_000), key=jax.random.key(0))
+checkpoints = et.checkpoint.Checkpoints(sys.argv[1])
+checkpoints.save(ts)
+"""
+
+
+def test_a_save_that_is_the_last_line_of_a_script_is_finished(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", SAVED_LAST, str(tmp_path / "run")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and steps_in(tmp_path / "run") == [0], result.stderr
+    # What goes wrong in it is said, since no call is left that could raise it.
+    limited = ["bash", "-c", 'ulimit -f 2000; exec "$@"', "bash", *command[:-1]]
+    result = subprocess.run(
+        [*limited, str(tmp_path / "other")], env=environment, capture_output=True, text=True
+    )
+    assert "eqtrain: A checkpoint must reach the disk. Got an error in saving" in result.stderr
+    assert steps_in(tmp_path / "other") == []
 
 
 def test_a_bucket_is_refused():
