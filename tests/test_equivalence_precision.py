@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -108,6 +109,34 @@ def test_narrow_training_equals_a_plain_loop(dtype: str, devices: int, placement
     assert np.allclose(losses[0], losses[1], rtol=NARROW[dtype], atol=0)
     assert largest_difference(training.params, expected.params) < NARROW[dtype]
     assert {leaf.dtype for leaf in jax.tree.leaves(training.params)} == {np.dtype(np.float32)}
+
+
+def test_the_loss_scale_is_that_of_a_mean_however_many_terms_a_loss_has():
+    rows, scale = 1024, et.LossScaling().initial
+    met: list[float] = []
+
+    @jax.custom_vjp
+    def probe(x: Array) -> Array:
+        return x
+
+    def backward(_: None, grad: Array) -> tuple[Array]:
+        jax.debug.callback(lambda g: met.append(float(g)), jnp.abs(grad).max())
+        return (grad,)
+
+    probe.defvjp(lambda x: (x, None), backward)
+
+    def step(loss: Any) -> None:
+        program = et.pipe(loss, et.precision("float16"), et.update(optax.sgd(0.1)), et.jit)
+        ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+        jax.block_until_ready(program(ts, {"x": np.ones(rows, np.float32)}))
+        jax.effects_barrier()
+
+    def first(model: Any, batch: Any) -> Any:
+        return et.mean(probe(batch["x"] * model))
+
+    step(lambda model, state, batch, key: (first(model, batch), state, {}))
+    step(lambda model, state, batch, key: (first(model, batch) + et.mean(batch["x"]), state, {}))
+    assert met == [scale / rows, scale / rows]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -126,6 +126,8 @@ class OrderedSums(AbstractSums):
             self._waiting.append(x)
             return lambda: self._sums[index]
         dims = {axis: dim for dim, axes in splits for axis in axes}
+        for dim, axes in splits:
+            x = self._in_order_of_scatters(x, x.ndim + dim, axes)
         # The lanes lie in the order of the axes, so that the last axis joins the lowest subtrees.
         for axis in reversed(self._axes):
             if axis in dims:
@@ -141,6 +143,22 @@ class OrderedSums(AbstractSums):
             added = self._everywhere([self._waiting[i] for i in indices], self._axes)
             sums.update(zip(indices, added, strict=True))
         self._sums = [sums[index] for index in range(len(self._waiting))]
+
+    def _in_order_of_scatters(self, x: Array, dim: int, axes: Axes) -> Array:
+        """Moves the blocks of a dim to where the scatters, last axis first, take them from.
+
+        Where several axes split the dim, its blocks lie in the order that the spec names these in.
+        """
+        scattered = [axis for axis in reversed(self._axes) if axis in axes]
+        if scattered == list(axes):
+            return x
+        sizes = [self._sizes[axis] for axis in axes]
+        blocks = x.reshape(
+            *x.shape[:dim], *sizes, x.shape[dim] // math.prod(sizes), *x.shape[dim + 1 :]
+        )
+        order = [dim + axes.index(axis) for axis in scattered]
+        rest = range(dim + len(axes), blocks.ndim)
+        return blocks.transpose([*range(dim), *order, *rest]).reshape(x.shape)
 
     def _scatter(self, x: Array, dim: int, axis: str) -> Array:
         dim, size = x.ndim + dim, self._sizes[axis]

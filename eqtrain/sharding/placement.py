@@ -251,8 +251,21 @@ class Layout:
         for name, leaf in leaves.items():
             spec = self.placement.rule(name, leaf, self.mesh)
             check_spec(self.mesh, spec, leaf.shape, f"model.{name}")
+            self._require_whole_shards(spec, name)
             specs[name] = trimmed(spec)
         return specs
+
+    def _require_whole_shards(self, spec: P, name: str) -> None:
+        """Refuses a dim of which gathering over the batch axes would leave several pieces."""
+        for entry in map(entry_axes, spec):
+            # Those that split the batch are gathered, so they must split what the others leave.
+            right = tuple(sorted(entry, key=lambda axis: axis in self.batch_axes))
+            if right != entry:
+                raise ValueError(
+                    "In a dim that several axes split, those of the model come before those of "
+                    f"the batch, {self.batch_axes}: a model gets one piece of the dim. "
+                    f"Got {spec} for `model.{name}`. Write {right} for {entry}."
+                )
 
     def batch_specs(self, batch: PyTree) -> list[P]:
         """The spec of each array leaf of `batch`, in order; a scalar is replicated."""

@@ -158,9 +158,11 @@ def _advance(
     keys = example_keys(parts.key, parts.step, examples)
     mask = _trainable_mask(parts.model, trainable)
     scale = parts.extra["loss_scale"]["scale"] if inner.loss_scaling else None
-    # A scale is meant for the gradient of a mean, and a total's is some power of two larger.
-    applied = None if scale is None else scale * 2.0 ** -math.floor(math.log2(rows))
-    objective = inner.objective(parts.model, parts.state, batch, keys, mask, applied)
+    objective = inner.objective(parts.model, parts.state, batch, keys, mask, scale)
+    if scale is not None and objective.weights is None:
+        # A scale is meant for the gradient of a mean, and a total's is some power of two larger.
+        total_scale = scale * 2.0 ** -math.floor(math.log2(rows))
+        objective = dataclasses.replace(objective, scale=total_scale)
     objective = dataclasses.replace(objective, checks=look.checks, watch=look.watch)
     layout, split = inner.layout, None if state_layout is inner.layout else state_layout
     if split is not None:

@@ -192,6 +192,28 @@ def test_two_axes_that_split_the_batch():
         np.testing.assert_array_equal(np.asarray(leaf), reference[name], err_msg=name)
 
 
+@pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
+def test_a_dim_that_two_axes_split_keeps_its_order(axes: tuple[str, str]):
+    def loss(model: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean(batch["x"] @ model["w"]), state, {}
+
+    program = et.pipe(
+        loss,
+        et.shard(
+            et.mesh(data=2, fsdp=4),
+            batch=P(("data", "fsdp")),
+            model=et.rules({"w": P(axes)}),
+            order="tree",
+        ),
+        et.update(optax.sgd(1.0)),
+        et.jit,
+    )
+    x = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+    ts = program.init(lambda key: {"w": jnp.zeros(16)}, key=jax.random.key(0))
+    ts, _ = program(ts, {"x": x})
+    np.testing.assert_array_equal(ts.model["w"], -x.mean(0))
+
+
 def chain(loss: Any, *transforms: Any) -> et.Program:
     return et.pipe(loss, *transforms, et.update(optax.sgd(0.1)), et.jit)
 

@@ -92,8 +92,40 @@ def test_trees_and_functions(placement):
 
 def test_one_spec_for_all_leaves_and_several_axes_for_a_dim():
     assert specs(P("data"), leaves("tall vector")) == {"tall": P("data"), "vector": P("data")}
+    placement = et.rules({"tall": P(("model", "data"))})
+    assert specs(placement, leaves("tall"), data=2, model=4) == {"tall": P(("model", "data"))}
+
+
+def test_a_dim_that_would_reach_the_model_in_pieces_is_refused():
+    # Gathered over `data`, a device would have every fourth eighth of it, and not a quarter.
     placement = et.rules({"tall": P(("data", "model"))})
-    assert specs(placement, leaves("tall"), data=2, model=4) == {"tall": P(("data", "model"))}
+    with pytest.raises(ValueError, match=r"`model.tall`. Write \('model', 'data'\) for"):
+        specs(placement, leaves("tall"), data=2, model=4)
+
+
+def test_a_dim_split_by_model_and_batch_axes_is_whole_along_the_batch():
+    def parallel(model: Any, state: Any, batch: Any, key: Any) -> Any:
+        y = jax.lax.psum((batch["x"] @ model["up"]) @ model["down"], "model")
+        return et.mean(y), state, {}
+
+    rng = np.random.default_rng(0)
+    up, down = rng.normal(size=(4, 8)), rng.normal(size=(8, 1))
+    x = rng.normal(size=(4, 4)).astype(np.float32)
+    step = et.pipe(
+        parallel,
+        et.shard(
+            et.mesh(data=2, model=2),
+            batch=P("data"),
+            model=et.rules({"up": P(None, ("model", "data")), "down": P(("model", "data"))}),
+        ),
+        et.update(optax.sgd(1.0)),
+        et.jit,
+    )
+    weights = {"up": jnp.asarray(up, jnp.float32), "down": jnp.asarray(down, jnp.float32)}
+    ts, metrics = step(step.init(lambda key: weights, key=jax.random.key(0)), {"x": x})
+    np.testing.assert_allclose(et.fetch(metrics)["loss"], (x @ up @ down).mean(), rtol=1e-5)
+    expected = down - (x @ up).mean(0)[:, None]
+    np.testing.assert_allclose(ts.model["down"], expected, rtol=1e-5)
 
 
 def test_batch_specs_serve_leaves_of_several_ranks():
