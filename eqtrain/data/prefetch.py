@@ -176,7 +176,8 @@ class Prefetch(Iterator[PyTree]):
                 require_own_rows(one, share)
         iterator = batches.begin() if isinstance(batches, Resumable) else iter(batches)
         # Settings of this thread, which others do not see.
-        device, x64 = jax.config.jax_default_device, jax.config.jax_enable_x64
+        config: Any = jax.config  # whose attributes no type checker knows
+        device, x64 = config.jax_default_device, config.jax_enable_x64
 
         def place(batch: PyTree, fresh: bool) -> PyTree:
             with jax.default_device(device), jax.enable_x64(x64):

@@ -7,7 +7,9 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
+
+from ..sharding.placement import entry_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +29,16 @@ def require_own_rows(sharding: NamedSharding, share: Share) -> None:
 
     **Raises:** `ValueError` that says which share it has to be.
     """
-    mesh = sharding.mesh
-    spec = [
-        () if axes is None else (axes,) if isinstance(axes, str) else axes for axes in sharding.spec
-    ]
-    here = np.array([device.process_index == jax.process_index() for device in mesh.devices.flat])
+    mesh, spec = sharding.mesh, list(map(entry_axes, sharding.spec))
+    assert isinstance(mesh, Mesh), "a sharding of devices"
+    devices = mesh.devices
+    here = np.array([device.process_index == jax.process_index() for device in devices.flat])
 
     def held(dim: int) -> tuple[list[int], int]:
         """The shards along a dim that devices of this process hold, and how many there are."""
         names = spec[dim] if dim < len(spec) else ()
         sizes = [mesh.shape[name] for name in names]
-        places = np.indices(mesh.devices.shape).reshape(mesh.devices.ndim, -1)
+        places = np.indices(devices.shape).reshape(devices.ndim, -1)
         along = [places[mesh.axis_names.index(name)] for name in names]
         shards = np.zeros_like(here, int)
         for place, size in zip(along, sizes, strict=True):
