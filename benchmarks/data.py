@@ -136,7 +136,9 @@ def make_contenders(arrays: Arrays, batch_size: int) -> dict[str, Contender]:
 
         def threaded() -> Iterator[Any]:
             for epoch in itertools.count():
-                yield from pipeline(epoch).to_iter_dataset()
+                # Little is read ahead, or a round would time batches that were read before it.
+                options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
+                yield from pipeline(epoch).to_iter_dataset(options)
 
         found |= {"grain": indexed, "grain_threads": threaded}
     except ImportError:

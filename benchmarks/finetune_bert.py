@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from rich.table import Table
 import eqtrain as et
 from benchmarks import bert_data, datasets
 from benchmarks.environment import environment
+from benchmarks.memory import peak_bytes
 from benchmarks.run_folder import RunFolder
 from models.bert import MINILM
 from models.bert_heads import SequenceClassifier, hugging_face
@@ -193,7 +193,7 @@ def main() -> None:
 
     # Before the baseline, which is not of the job.
     figures["total_seconds"] = time.perf_counter() - started
-    figures["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    figures["peak_bytes"] = peak_bytes()
     figures["tfidf_accuracy"] = None if args.no_baseline else baseline(args.dataset, args.limit)
     plot(run.lines, figures, args.dataset, run.path / "curves.png")
     console.print(table(figures, args))

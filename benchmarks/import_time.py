@@ -10,14 +10,16 @@ Needs no extra. About half a minute on two cores. The last line is JSON; `added_
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.environment import environment
 
 BASE = "import jax, equinox, optax"
 OURS = "import eqtrain"
@@ -30,11 +32,11 @@ def import_seconds(statement: str) -> float:
         f"import time; start = time.perf_counter()\n{statement}\nprint(time.perf_counter() - start)"
     )
     root = Path(__file__).resolve().parent.parent
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    variables = os.environ | {"JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         [sys.executable, "-c", script],
         cwd=root,
-        env=environment,
+        env=variables,
         capture_output=True,
         text=True,
         check=True,
@@ -63,10 +65,7 @@ def main() -> None:
         "added_seconds": round(added, 4),
         "within_limit": added <= LIMIT_SECONDS,
         "rounds": rounds,
-        "python": platform.python_version(),
-        "jax": importlib.metadata.version("jax"),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
+        **environment(),
     }
     print(json.dumps(result))
 

@@ -6,11 +6,12 @@ No framework is imported here, so that a process holds its own alone.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks.memory import peak_bytes
 
 # Takes so many steps and waits for them; the loss of the last one.
 Stepper = Callable[[int], float]
@@ -39,5 +40,5 @@ def serve(make_batch: Callable[..., Any], make_stepper: Callable[..., Stepper]) 
         elif request["do"] == "drop":
             del steppers[name]
         elif request["do"] == "memory":
-            reply = {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+            reply = {"bytes": peak_bytes()}
         print(json.dumps(reply), flush=True)

@@ -15,7 +15,6 @@ import argparse
 import functools
 import json
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ import transformers
 from safetensors.torch import load_file
 
 from benchmarks import bert_data, datasets
+from benchmarks.memory import peak_bytes
 from benchmarks.peers.served import Stepper, serve
 
 
@@ -174,7 +174,7 @@ def main() -> None:
         "evaluation_seconds": evaluation_seconds,
         "examples_per_second": args.epochs * len(train) / train_seconds,
         "total_seconds": time.perf_counter() - started,
-        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "peak_bytes": peak_bytes(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),

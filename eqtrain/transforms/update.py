@@ -51,9 +51,9 @@ def update(
     - `trainable`: which leaves are trained: a function from the model to a pytree of booleans, such
       as `et.matching("head")`, or such a pytree. Every floating array unless given. The others get
       no gradients and no moments, and have no share in the norm.
-    - `shard_state`: a mesh axis, or an `et.fsdp(axis, ...)`, over which the optimizer's state is
-      split beside what splits the parameters (ZeRO-1). Gradients are scattered over it, each device
-      updates its part, and the new parameters are gathered. It takes `et.shard` in the chain.
+    - `shard_state`: an axis that splits the batch, over which the optimizer's state is split beside
+      what splits the parameters (ZeRO-1). Gradients are scattered over it, each device updates its
+      part, and the new parameters are gathered. It takes `et.shard` in the chain.
 
     **Returns:** a Step, whose metrics are the loss's with `loss` and `grad_norm` beside them.
 

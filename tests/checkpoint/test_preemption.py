@@ -119,7 +119,10 @@ def processes(folder: Path, count: int, stop: int, steps: int) -> tuple[list[int
     children = [
         subprocess.Popen(
             [
-                *(sys.executable, "-W", "error", "-c", CHILD, str(folder), address),
+                *(sys.executable, "-W", "error"),
+                # One process may read from the cache what the other is writing.
+                *("-W", "ignore:Error reading persistent compilation cache entry"),
+                *("-c", CHILD, str(folder), address),
                 *map(str, (index, count, stop, steps)),
             ],
             env=os.environ | settings,
