@@ -277,6 +277,11 @@ def accumulator_dtype(dtype: Any) -> Any:
     return jnp.dtype(dtype) if wide else jnp.dtype(jnp.float32)
 
 
+def integer_dtype(dtype: Any) -> Any:
+    """The dtype that integers and booleans are counted and compared in: int32, or a wider own."""
+    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.int32)
+
+
 def mean(values: Shaped[Array, "..."] | float, where: Shaped[Array, "..."] | None = None) -> Mean:
     """Takes the mean of `values` over all dims, weighted by `where`.
 

@@ -21,7 +21,7 @@ from ..contribution import (
 )
 from ..findings import join_microbatches
 from ..levels import Contribute, Link, as_contribute, require_order, written
-from ..metrics import Max, accumulator_dtype, collapse, is_metric
+from ..metrics import Max, accumulator_dtype, collapse, integer_dtype, is_metric
 from ..paths import path_name
 from ..sharding.ordered import add_lanes, require_power_of_two
 from ..sharding.placement import Layout
@@ -199,7 +199,7 @@ def _as_lane(arrays: PyTree, num_lanes: int) -> PyTree:
                 f"Got a PRNG key at `state.{path_name(path)}`. "
                 "Derive what you need from the `key` that the loss is given."
             )
-        return Max(leaf.astype(jnp.int32))
+        return Max(leaf.astype(integer_dtype(leaf.dtype)))
 
     return jax.tree_util.tree_map_with_path(share, arrays)
 
