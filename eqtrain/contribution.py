@@ -26,6 +26,7 @@ from .metrics import (
     PerBatch,
     Sum,
     accumulator_dtype,
+    integer_dtype,
     is_metric,
     map_metrics,
 )
@@ -277,13 +278,14 @@ def _check_metrics(metrics: Any) -> dict[str, PyTree]:
 
 
 def _summable(metric: Any) -> Any:
-    """A metric whose sums are kept in float32 at least, however narrow the loss computed them."""
+    """A metric whose sums are kept in 32 bits at least, however narrow the loss computed them."""
     if isinstance(metric, Mean):
         return _wide(metric)
     if isinstance(metric, Sum):
         total = jnp.asarray(metric.total)
         floating = jnp.issubdtype(total.dtype, jnp.inexact)
-        return Sum(total.astype(accumulator_dtype(total.dtype)) if floating else total)
+        wide = accumulator_dtype if floating else integer_dtype
+        return Sum(total.astype(wide(total.dtype)))
     return metric
 
 

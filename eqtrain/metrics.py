@@ -66,7 +66,7 @@ class _Added(AbstractMetric):
     """A metric all of whose fields add up, so that one psum reduces it."""
 
     def merge(self, other: Any) -> AbstractMetric:
-        return jax.tree.map(lambda a, b: a + b, self, other)
+        return jax.tree.map(lambda a, b: _countable(a) + _countable(b), self, other)
 
     def collapse(self) -> AbstractMetric:
         return jax.tree.map(lambda a: a.sum(0), self)
@@ -256,6 +256,11 @@ class Min(AbstractMetric):
 
     def neutral(self) -> Min:
         return Min(jnp.full_like(self.minimum, _highest(self.minimum.dtype)))
+
+
+def _countable(x: Any) -> Any:
+    """A boolean as 0 or 1: the sum of two as they are says whether either is true."""
+    return x.astype(int) if getattr(x, "dtype", None) == np.bool_ else x
 
 
 def _numpy_of(x: Any) -> Any:

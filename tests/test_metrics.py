@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 
@@ -232,6 +234,58 @@ def test_merge_of_integers_does_not_wrap_around():
     assert et.fetch(et.merge(seen, seen, seen)).tolist() == [3 * 2**30, 3]
     small = et.Sum(jnp.asarray(200, jnp.uint8))
     assert et.fetch(et.merge(small, small)) == 400
+
+
+CHAINS = {
+    "alone": (),
+    "accumulate": (et.accumulate(2),),
+    "shard": (et.accumulate(2), et.shard(et.mesh(data=2), batch=P("data"))),
+    "tree order": (
+        et.accumulate(2, order="tree"),
+        et.shard(et.mesh(data=2), batch=P("data"), order="tree"),
+    ),
+}
+
+
+def metrics_of_steps(measure: Any, *chain: Any, steps: int = 2) -> list[Any]:
+    """What `measure` says of the rows 1, 2, 3, 4, in each of some steps."""
+
+    def loss(model: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean(model * batch["x"]), state, measure(batch["x"])
+
+    program = et.pipe(loss, *chain, et.jit)
+    ts, found = program.init(lambda key: f32(0), key=jax.random.key(0)), []
+    for _ in range(steps):
+        ts, metrics = program(ts, {"x": np.array([1, 2, 3, 4], np.float32)})
+        found.append(metrics)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"), [("alone", 1), ("accumulate", 2), ("shard", 4), ("tree order", 4)]
+)
+def test_sum_counts_booleans_and_narrow_integers(name, parts):
+    """One of each part that a loss is run on, of each of two steps."""
+
+    def measure(x: Any) -> Any:
+        return {
+            "any": et.Sum((x > 0).any()),
+            "small": et.Sum(jnp.asarray(100, jnp.uint8)),
+            "negative": et.Sum(jnp.asarray(-100, jnp.int8)),
+        }
+
+    first, second = metrics_of_steps(measure, *CHAINS[name], et.update(optax.sgd(0.1)))
+    right = {"any": parts, "small": 100 * parts, "negative": -100 * parts}
+    read = et.fetch([first, et.merge(first, second)])
+    assert {key: read[0][key] for key in right} == right
+    assert {key: read[1][key] for key in right} == {key: 2 * n for key, n in right.items()}
+
+
+@pytest.mark.parametrize("true", [jnp.asarray(True), np.bool_(True), True])
+def test_sums_of_booleans_that_are_merged_by_hand_are_counts(true):
+    three = et.Sum(true).merge(et.Sum(true)).merge(et.Sum(true))
+    assert et.fetch(three) == 3
+    assert et.fetch(et.merge(*3 * [et.Sum(true)])) == 3
 
 
 def test_merge_keeps_extremes_exact():
