@@ -288,6 +288,40 @@ def test_sums_of_booleans_that_are_merged_by_hand_are_counts(true):
     assert et.fetch(et.merge(*3 * [et.Sum(true)])) == 3
 
 
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
+def test_extremes_of_booleans_and_of_numbers_of_python(chain):
+    """Under a guard too, which puts what is neutral in the place of a bad step's."""
+
+    def measure(x: Any) -> Any:
+        return {
+            "any": et.Max(x == 3),
+            "all": et.Min((x < 3).all()),
+            "top": et.Max(2.5),
+            "low": et.Min(3),
+            "narrow": et.Max(jnp.asarray(-7, jnp.int8)),
+            "half": et.Min(jnp.asarray(0.5, jnp.bfloat16)),
+        }
+
+    [metrics] = metrics_of_steps(measure, *chain, et.update(optax.sgd(0.1)), et.guard, steps=1)
+    assert metrics["half"].minimum.dtype == jnp.bfloat16
+    read = jax.tree.map(lambda x: np.asarray(x).tolist(), et.fetch(metrics))
+    right = {"all": False, "top": 2.5, "low": 3, "narrow": -7, "half": 0.5}
+    assert {key: read[key] for key in right} == right
+    assert np.max(read["any"]) == 1
+
+
+def test_extremes_of_a_skipped_step_are_neutral():
+    def measure(x: Any) -> Any:
+        return {"any": et.Max((x > 0).any()), "low": et.Min(3)}
+
+    diverged = et.update(optax.sgd(jnp.nan))
+    [metrics] = metrics_of_steps(measure, diverged, et.guard, steps=1)
+    kept = {"any": et.Max(np.int32(1)), "low": et.Min(np.int32(7))}
+    skipped = {name: metrics[name] for name in kept}
+    assert et.fetch(metrics)["skipped"] == 1
+    assert et.fetch(et.merge(skipped, kept)) == {"any": 1, "low": 7}
+
+
 def test_merge_keeps_extremes_exact():
     top = et.Max(jnp.asarray(2**31 - 1))
     assert et.fetch(et.merge(top, et.Max(jnp.asarray(5)))) == 2**31 - 1
