@@ -146,8 +146,9 @@ class PerBatch(_Added):
 
     def of(self, batch_size: int) -> Mean:
         """The same as a Mean, now that the size of the batch is known."""
-        count = jnp.asarray(batch_size, jnp.float32)
-        return Mean(self.scalar.astype(jnp.float32) * count, count)
+        dtype = accumulator_dtype(self.scalar.dtype)
+        count = jnp.asarray(batch_size, dtype)
+        return Mean(self.scalar.astype(dtype) * count, count)
 
 
 @_metric
@@ -180,7 +181,10 @@ class Combination(_Added):
                 "A term added to a mean must be a scalar. "
                 f"Got an array of shape {jnp.shape(other)}. Wrap it: `et.mean(values)`."
             )
-        return Combination((*self.terms, PerBatch(jnp.asarray(other, jnp.float32))))
+        # A number of Python has no dtype of its own, and takes that of what it is added to.
+        typed = other if hasattr(other, "dtype") else jax.tree.leaves(self)[0]
+        dtype = accumulator_dtype(jnp.result_type(typed))
+        return Combination((*self.terms, PerBatch(jnp.asarray(other, dtype))))
 
     __radd__ = __add__
 
@@ -196,7 +200,9 @@ class Combination(_Added):
     def __mul__(self, factor: Any) -> Combination:
         return Combination(
             tuple(
-                PerBatch(term.scalar * factor) if isinstance(term, PerBatch) else term * factor
+                PerBatch(term.scalar * jnp.asarray(factor, term.scalar.dtype))
+                if isinstance(term, PerBatch)
+                else term * factor
                 for term in self.terms
             )
         )

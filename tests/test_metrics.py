@@ -71,6 +71,35 @@ def test_float64_stays():
         assert mean.total.dtype == mean.count.dtype == jnp.float64
 
 
+LOSSES: dict[str, tuple[Any, float, float]] = {  # with its value and its gradient at 0.1
+    "scalar": (lambda m, x: (m * x).mean(), 0.1 * 7 / 3, 7 / 3),
+    "mean": (lambda m, x: et.mean(m * x), 0.1 * 7 / 3, 7 / 3),
+    "mean and scalar": (lambda m, x: et.mean(m * x) + m**3 / 3, 0.7 / 3 + 1e-3 / 3, 7 / 3 + 1e-2),
+    "scaled": (
+        lambda m, x: (0.3 * (et.mean(m * x) + m**2) + 0.1) / 3,
+        0.1 * (0.7 / 3 + 0.01) + 0.1 / 3,
+        0.1 * (7 / 3 + 0.2),
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize("chain", [(), (et.accumulate(3),)], ids=["alone", "accumulate"])
+def test_float64_stays_in_a_loss_and_its_gradient(loss, chain):
+    function, right_value, right_grad = loss
+    with jax.enable_x64(True):
+        differentiated = et.value_and_grad(lambda m, batch: function(m, batch["x"]), *chain)
+        value, grad = differentiated(jnp.float64(0.1), {"x": jnp.array([1.0, 2.0, 4.0])})
+        assert value.dtype == grad.dtype == jnp.float64
+        np.testing.assert_allclose([value, grad], [right_value, right_grad], rtol=1e-15)
+
+
+def test_float32_stays_where_float64_is_allowed():
+    with jax.enable_x64(True):
+        loss = 0.1 * et.mean(f32([1, 2])) + 0.3
+        assert {leaf.dtype for leaf in jax.tree.leaves(loss)} == {jnp.dtype(jnp.float32)}
+
+
 # The laws. Small integers are exact in float32, so all of this is equality.
 
 TOTALS, COUNTS = [3.0, -1.0, 0.0], [2.0, 5.0, 0.0]
