@@ -35,6 +35,9 @@ class AbstractMetric(abc.ABC):
     The fields of a metric are arrays; as a pytree it may hold anything else in their places.
     """
 
+    # Or a number of numpy's would multiply what `__array__` gives, and not leave it to the metric.
+    __array_priority__ = 100
+
     @property
     @abc.abstractmethod
     def value(self) -> Any:

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
+from eqtrain.metrics import Combination
 
 # `mean`
 
@@ -184,6 +185,17 @@ A, B = et.Mean(f32(6), f32(4)), et.Mean(f32(5), f32(2))  # 1.5 and 2.5
         (jnp.asarray(1.0) + A, 2.5),
         (jnp.asarray(1.0) - A, -0.5),
         (np.float32(2) * A, 3.0),
+        (A * np.float32(2), 3.0),
+        (np.float64(2) * A, 3.0),
+        (np.array(2, np.float32) * A, 3.0),
+        (np.int64(2) * A, 3.0),
+        (np.float64(1) + A, 2.5),
+        (A + np.float64(1), 2.5),
+        (np.float32(1) - A, -0.5),
+        (A / np.float64(4), 0.375),
+        (np.float64(2) * (A + B), 8.0),
+        (np.float32(1) + (A + np.float32(1)), 3.5),
+        (np.float64(1) - (A + B), -3.0),
         ((A + B) * 2, 8.0),
         ((A + B) / 2, 2.0),
         (-(A + B), -4.0),
@@ -195,7 +207,17 @@ A, B = et.Mean(f32(6), f32(4)), et.Mean(f32(5), f32(2))  # 1.5 and 2.5
     ],
 )
 def test_losses_form_linear_combinations(loss, value):
+    assert isinstance(loss, et.Mean | Combination)
     assert float(loss) == value
+
+
+def test_numbers_of_numpy_may_stand_in_a_loss():
+    def loss(m: Any, batch: Any) -> Any:
+        values = m * batch["x"]
+        return np.float64(1) + np.float32(0.5) * et.mean(values) + et.mean(values**2) * np.int64(2)
+
+    value, grad = et.value_and_grad(loss)(f32(2), {"x": np.array([1, 3], np.float32)})
+    assert float(value) == 1 + 0.5 * 4 + 2 * 20 and float(grad) == 0.5 * 2 + 2 * 2 * 2 * 5
 
 
 def test_terms_keep_their_own_denominators():
