@@ -164,7 +164,9 @@ class Combination(_Added):
     def value(self) -> Any:
         """The sum of the terms. A mean of nothing adds nothing here, as in the gradient."""
         parts = [
-            jnp.where(term.count == 0, 0, term.value) if isinstance(term, Mean) else term.value
+            _numpy_of(term.count).where(term.count == 0, 0, term.value)
+            if isinstance(term, Mean)
+            else term.value
             for term in self.terms
         ]
         return functools.reduce(lambda a, b: a + b, parts)

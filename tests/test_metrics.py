@@ -278,6 +278,18 @@ def test_merge_counts_beyond_what_float32_holds():
     assert float(on_device.count) == 2**24  # negative control
 
 
+def test_merged_loss_of_two_terms_stays_on_the_host_in_float64():
+    # Thirds and tenths of float32: the sums below are exact in float64, and rounded in float32.
+    parts = [(np.float32(1) / 3, 2.0), (np.float32(0.1), 3.0), (np.float32(7), 0.0)]
+    losses = [et.Mean(f32(total), f32(count)) + et.Mean(f32(1), f32(8)) for total, count in parts]
+    merged: Any = et.merge(*losses)
+    assert isinstance(merged.value, np.ndarray | np.float64) and merged.value.dtype == np.float64
+    right = sum(float(total) for total, _ in parts) / 5 + 3 / 24
+    assert et.fetch(merged) == right != float(np.float32(right))
+    empty = et.Mean(f32(0), f32(0)) + et.Mean(f32(3), f32(2))
+    assert et.fetch(et.merge(empty, empty)) == 1.5
+
+
 def test_merge_of_integers_does_not_wrap_around():
     tokens = et.Sum(jnp.asarray(2**30))
     assert et.fetch(et.merge(tokens, tokens, tokens)) == 3 * 2**30
