@@ -227,10 +227,15 @@ def _cut(
     if rows % (parts * shards):
         fitting = [n for n in range(1, rows // shards + 1) if rows % (n * shards) == 0]
         where = f" split over {shards} devices" if shards > 1 else ""
+        advice = (
+            f"Use one of {fitting}, or another batch size."
+            if fitting
+            else "No number does where the devices do not divide the rows. "
+            f"Use a multiple of {parts * shards} rows, or pad the last batch with rows of weight 0."
+        )
         raise ValueError(
             "`num_microbatches` must divide the rows that each device has of a batch. "
-            f"Got num_microbatches={parts} and a batch of {rows} rows{where}. "
-            f"Use one of {fitting}, or another batch size."
+            f"Got num_microbatches={parts} and a batch of {rows} rows{where}. {advice}"
         )
     arrays, whole = eqx.partition(jax.tree.map(jnp.asarray, batch), is_example_array)
 
