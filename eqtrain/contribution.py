@@ -22,10 +22,13 @@ from .checks import with_checks, without_checks
 from .findings import Findings, Watch, of_one_microbatch
 from .metrics import (
     Combination,
+    Max,
     Mean,
+    Min,
     PerBatch,
     Sum,
     accumulator_dtype,
+    integer_dtype,
     is_metric,
     map_metrics,
 )
@@ -277,14 +280,20 @@ def _check_metrics(metrics: Any) -> dict[str, PyTree]:
 
 
 def _summable(metric: Any) -> Any:
-    """A metric whose sums are kept in float32 at least, however narrow the loss computed them."""
+    """A metric of arrays, in 32 bits at least where narrower sums would round or wrap around.
+
+    Booleans are 0 and 1 from here on, which can be counted and have an extreme that is neutral.
+    """
     if isinstance(metric, Mean):
         return _wide(metric)
-    if isinstance(metric, Sum):
-        total = jnp.asarray(metric.total)
-        floating = jnp.issubdtype(total.dtype, jnp.inexact)
-        return Sum(total.astype(accumulator_dtype(total.dtype)) if floating else total)
-    return metric
+
+    def wide(x: Any) -> Array:
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x.astype(integer_dtype(x.dtype))
+        return x.astype(accumulator_dtype(x.dtype) if isinstance(metric, Sum) else x.dtype)
+
+    return jax.tree.map(wide, metric) if isinstance(metric, Sum | Max | Min) else metric
 
 
 def differentiate(

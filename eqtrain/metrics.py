@@ -35,6 +35,9 @@ class AbstractMetric(abc.ABC):
     The fields of a metric are arrays; as a pytree it may hold anything else in their places.
     """
 
+    # Or a number of numpy's would multiply what `__array__` gives, and not leave it to the metric.
+    __array_priority__ = 100
+
     @property
     @abc.abstractmethod
     def value(self) -> Any:
@@ -66,7 +69,7 @@ class _Added(AbstractMetric):
     """A metric all of whose fields add up, so that one psum reduces it."""
 
     def merge(self, other: Any) -> AbstractMetric:
-        return jax.tree.map(lambda a, b: a + b, self, other)
+        return jax.tree.map(lambda a, b: _countable(a) + _countable(b), self, other)
 
     def collapse(self) -> AbstractMetric:
         return jax.tree.map(lambda a: a.sum(0), self)
@@ -146,8 +149,9 @@ class PerBatch(_Added):
 
     def of(self, batch_size: int) -> Mean:
         """The same as a Mean, now that the size of the batch is known."""
-        count = jnp.asarray(batch_size, jnp.float32)
-        return Mean(self.scalar.astype(jnp.float32) * count, count)
+        dtype = accumulator_dtype(self.scalar.dtype)
+        count = jnp.asarray(batch_size, dtype)
+        return Mean(self.scalar.astype(dtype) * count, count)
 
 
 @_metric
@@ -160,7 +164,9 @@ class Combination(_Added):
     def value(self) -> Any:
         """The sum of the terms. A mean of nothing adds nothing here, as in the gradient."""
         parts = [
-            jnp.where(term.count == 0, 0, term.value) if isinstance(term, Mean) else term.value
+            _numpy_of(term.count).where(term.count == 0, 0, term.value)
+            if isinstance(term, Mean)
+            else term.value
             for term in self.terms
         ]
         return functools.reduce(lambda a, b: a + b, parts)
@@ -180,7 +186,10 @@ class Combination(_Added):
                 "A term added to a mean must be a scalar. "
                 f"Got an array of shape {jnp.shape(other)}. Wrap it: `et.mean(values)`."
             )
-        return Combination((*self.terms, PerBatch(jnp.asarray(other, jnp.float32))))
+        # A number of Python has no dtype of its own, and takes that of what it is added to.
+        typed = other if hasattr(other, "dtype") else jax.tree.leaves(self)[0]
+        dtype = accumulator_dtype(jnp.result_type(typed))
+        return Combination((*self.terms, PerBatch(jnp.asarray(other, dtype))))
 
     __radd__ = __add__
 
@@ -196,7 +205,9 @@ class Combination(_Added):
     def __mul__(self, factor: Any) -> Combination:
         return Combination(
             tuple(
-                PerBatch(term.scalar * factor) if isinstance(term, PerBatch) else term * factor
+                PerBatch(term.scalar * jnp.asarray(factor, term.scalar.dtype))
+                if isinstance(term, PerBatch)
+                else term * factor
                 for term in self.terms
             )
         )
@@ -258,6 +269,11 @@ class Min(AbstractMetric):
         return Min(jnp.full_like(self.minimum, _highest(self.minimum.dtype)))
 
 
+def _countable(x: Any) -> Any:
+    """A boolean as 0 or 1: the sum of two as they are says whether either is true."""
+    return x.astype(int) if getattr(x, "dtype", None) == np.bool_ else x
+
+
 def _numpy_of(x: Any) -> Any:
     """numpy for what is on the host, where float64 is kept, jax.numpy for the rest."""
     return np if isinstance(x, np.ndarray | np.generic) else jnp
@@ -275,6 +291,11 @@ def accumulator_dtype(dtype: Any) -> Any:
     """The dtype that sums are kept in: float32, or the values' own where it is wider."""
     wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
     return jnp.dtype(dtype) if wide else jnp.dtype(jnp.float32)
+
+
+def integer_dtype(dtype: Any) -> Any:
+    """The dtype that integers and booleans are counted and compared in: int32, or a wider own."""
+    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.int32)
 
 
 def mean(values: Shaped[Array, "..."] | float, where: Shaped[Array, "..."] | None = None) -> Mean:

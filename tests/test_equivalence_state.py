@@ -214,6 +214,38 @@ def test_state_that_is_not_joined_comes_out_as_the_average(order: str, largest: 
     assert bool(ts.state["seen"])
 
 
+@pytest.mark.parametrize("order", [None, "tree"])
+@pytest.mark.parametrize(
+    ("dtype", "largest", "other"),
+    [
+        ("uint32", 3_000_000_000, 5),
+        ("int32", 2**31 - 1, -(2**31)),
+        ("uint8", 250, 3),
+        ("int8", -100, -128),
+        ("bool", True, False),
+        ("int64", 2**40 + 1, 2**40),
+        ("int64", -(2**40), -(2**63)),
+        ("uint64", 2**63 + 1, 2**63),
+    ],
+)
+def test_integers_of_a_state_keep_every_bit(
+    dtype: str, largest: int, other: int, order: str | None
+):
+    def loss(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:
+        return et.mean(model["w"] * batch["x"]), batch["seen"].max(), {}
+
+    def make(key: Array) -> Any:
+        return {"w": jnp.zeros((), jnp.float32)}, jnp.zeros((), dtype)
+
+    batch = {"x": np.ones(4, np.float32), "seen": np.array([other, largest, other, other], dtype)}
+    with jax.enable_x64(dtype.endswith("64")):
+        shard = et.shard(et.mesh(data=2), batch=P("data"), order=order)
+        cut = et.accumulate(2 if order == "tree" else 1, order=order)
+        ts = run(et.pipe(loss, cut, shard), make, [batch])
+    assert same_everywhere(ts.state)
+    assert ts.state.dtype == dtype and int(ts.state) == largest
+
+
 def alternating_loss(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:
     """Counts depend on the state: a row of the second microbatch counts twice."""
     weight = jnp.ones_like(batch["x"]) * (state["calls"] + 1)

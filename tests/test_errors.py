@@ -36,6 +36,16 @@ def test_batch_that_devices_times_microbatches_do_not_divide(inside):
         call(loss, batch, *(chain if inside else reversed(chain)))
 
 
+@pytest.mark.parametrize("rows", [2, 6])
+def test_batch_that_the_devices_do_not_divide_outside_of_shard(rows):
+    batch = {"x": np.ones((rows, 4), np.float32), "y": np.ones(rows, np.float32)}
+    got = f"num_microbatches=2 and a batch of {rows} rows split over 4 devices. No number does"
+    with refused(
+        ValueError, "must divide the rows", got, "multiple of 8 rows, or pad the last batch"
+    ):
+        call(loss, batch, shard(), et.accumulate(2))
+
+
 def test_batch_that_microbatches_do_not_divide():
     with refused(ValueError, "must divide", "num_microbatches=3 and a batch of 8", "[1, 2, 4, 8]"):
         call(loss, BATCH, et.accumulate(3))

@@ -133,6 +133,42 @@ def test_incomplete_stack_is_missing_and_its_parts_unused():
     assert compare({"w": zeros(4)}, {"q": tensor(2)}, [part]).missing == {"w": "{part}"}
 
 
+class Unread(dict):
+    """Tensors that note which of them are read."""
+
+    def __init__(self, tensors: dict[str, Any]):
+        super().__init__(tensors)
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.append(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("values", [("0", "1", "2"), 3, None], ids=["names", "number", "none"])
+@pytest.mark.parametrize("length", [6, 4])
+def test_compare_reads_no_tensor_but_to_count(values, length):
+    declared = {} if values is None else {"part": values}
+    # Without values a pattern cannot say how long a part is, but the tensor can.
+    dims = None if values is None else "(part o) -> part o"
+    shape = (3, length) if values is None else (length,)
+    tensors = Unread({"qkv": tensor(*shape), "extra": tensor(1)})
+    template = {"b": [zeros(length if values is None else 2) for _ in range(3)]}
+    rules = [rule("qkv", "b.{part}", dims, **declared)]
+    report = compare(template, tensors, rules)
+    assert report.loaded == {f"b.{i}": ("qkv",) for i in range(3)}
+    assert report.missing == {} and report.unused == ("extra",)
+    assert tensors.read == ([] if values is not None else ["qkv"])
+    if values is not None and length == 4:
+        with pytest.raises(ValueError, match=r"`qkv` of shape \(4,\).*Correct the pattern"):
+            load(template, tensors, rules, unused=("extra",))
+        return
+    tensors.read.clear()
+    loaded = load(template, tensors, rules, unused=("extra",))["b"]
+    assert tensors.read == ["qkv"]
+    np.testing.assert_array_equal(loaded, dict.__getitem__(tensors, "qkv").reshape(3, -1))
+
+
 def test_export_refuses_leaves_without_a_rule():
     model = {"a": zeros(2), "step": jnp.int32(3)}
     with pytest.raises(ValueError, match="Every leaf must have a rule. Got `step` without one"):

@@ -8,9 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
+from eqtrain.metrics import Combination
 
 # `mean`
 
@@ -67,6 +70,35 @@ def test_float64_stays():
     with jax.enable_x64(True):
         mean = et.mean(jnp.asarray([1.0, 2.0]))
         assert mean.total.dtype == mean.count.dtype == jnp.float64
+
+
+LOSSES: dict[str, tuple[Any, float, float]] = {  # with its value and its gradient at 0.1
+    "scalar": (lambda m, x: (m * x).mean(), 0.1 * 7 / 3, 7 / 3),
+    "mean": (lambda m, x: et.mean(m * x), 0.1 * 7 / 3, 7 / 3),
+    "mean and scalar": (lambda m, x: et.mean(m * x) + m**3 / 3, 0.7 / 3 + 1e-3 / 3, 7 / 3 + 1e-2),
+    "scaled": (
+        lambda m, x: (0.3 * (et.mean(m * x) + m**2) + 0.1) / 3,
+        0.1 * (0.7 / 3 + 0.01) + 0.1 / 3,
+        0.1 * (7 / 3 + 0.2),
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize("chain", [(), (et.accumulate(3),)], ids=["alone", "accumulate"])
+def test_float64_stays_in_a_loss_and_its_gradient(loss, chain):
+    function, right_value, right_grad = loss
+    with jax.enable_x64(True):
+        differentiated = et.value_and_grad(lambda m, batch: function(m, batch["x"]), *chain)
+        value, grad = differentiated(jnp.float64(0.1), {"x": jnp.array([1.0, 2.0, 4.0])})
+        assert value.dtype == grad.dtype == jnp.float64
+        np.testing.assert_allclose([value, grad], [right_value, right_grad], rtol=1e-15)
+
+
+def test_float32_stays_where_float64_is_allowed():
+    with jax.enable_x64(True):
+        loss = 0.1 * et.mean(f32([1, 2])) + 0.3
+        assert {leaf.dtype for leaf in jax.tree.leaves(loss)} == {jnp.dtype(jnp.float32)}
 
 
 # The laws. Small integers are exact in float32, so all of this is equality.
@@ -153,6 +185,17 @@ A, B = et.Mean(f32(6), f32(4)), et.Mean(f32(5), f32(2))  # 1.5 and 2.5
         (jnp.asarray(1.0) + A, 2.5),
         (jnp.asarray(1.0) - A, -0.5),
         (np.float32(2) * A, 3.0),
+        (A * np.float32(2), 3.0),
+        (np.float64(2) * A, 3.0),
+        (np.array(2, np.float32) * A, 3.0),
+        (np.int64(2) * A, 3.0),
+        (np.float64(1) + A, 2.5),
+        (A + np.float64(1), 2.5),
+        (np.float32(1) - A, -0.5),
+        (A / np.float64(4), 0.375),
+        (np.float64(2) * (A + B), 8.0),
+        (np.float32(1) + (A + np.float32(1)), 3.5),
+        (np.float64(1) - (A + B), -3.0),
         ((A + B) * 2, 8.0),
         ((A + B) / 2, 2.0),
         (-(A + B), -4.0),
@@ -164,7 +207,17 @@ A, B = et.Mean(f32(6), f32(4)), et.Mean(f32(5), f32(2))  # 1.5 and 2.5
     ],
 )
 def test_losses_form_linear_combinations(loss, value):
+    assert isinstance(loss, et.Mean | Combination)
     assert float(loss) == value
+
+
+def test_numbers_of_numpy_may_stand_in_a_loss():
+    def loss(m: Any, batch: Any) -> Any:
+        values = m * batch["x"]
+        return np.float64(1) + np.float32(0.5) * et.mean(values) + et.mean(values**2) * np.int64(2)
+
+    value, grad = et.value_and_grad(loss)(f32(2), {"x": np.array([1, 3], np.float32)})
+    assert float(value) == 1 + 0.5 * 4 + 2 * 20 and float(grad) == 0.5 * 2 + 2 * 2 * 2 * 5
 
 
 def test_terms_keep_their_own_denominators():
@@ -225,6 +278,18 @@ def test_merge_counts_beyond_what_float32_holds():
     assert float(on_device.count) == 2**24  # negative control
 
 
+def test_merged_loss_of_two_terms_stays_on_the_host_in_float64():
+    # Thirds and tenths of float32: the sums below are exact in float64, and rounded in float32.
+    parts = [(np.float32(1) / 3, 2.0), (np.float32(0.1), 3.0), (np.float32(7), 0.0)]
+    losses = [et.Mean(f32(total), f32(count)) + et.Mean(f32(1), f32(8)) for total, count in parts]
+    merged: Any = et.merge(*losses)
+    assert isinstance(merged.value, np.ndarray | np.float64) and merged.value.dtype == np.float64
+    right = sum(float(total) for total, _ in parts) / 5 + 3 / 24
+    assert et.fetch(merged) == right != float(np.float32(right))
+    empty = et.Mean(f32(0), f32(0)) + et.Mean(f32(3), f32(2))
+    assert et.fetch(et.merge(empty, empty)) == 1.5
+
+
 def test_merge_of_integers_does_not_wrap_around():
     tokens = et.Sum(jnp.asarray(2**30))
     assert et.fetch(et.merge(tokens, tokens, tokens)) == 3 * 2**30
@@ -232,6 +297,92 @@ def test_merge_of_integers_does_not_wrap_around():
     assert et.fetch(et.merge(seen, seen, seen)).tolist() == [3 * 2**30, 3]
     small = et.Sum(jnp.asarray(200, jnp.uint8))
     assert et.fetch(et.merge(small, small)) == 400
+
+
+CHAINS = {
+    "alone": (),
+    "accumulate": (et.accumulate(2),),
+    "shard": (et.accumulate(2), et.shard(et.mesh(data=2), batch=P("data"))),
+    "tree order": (
+        et.accumulate(2, order="tree"),
+        et.shard(et.mesh(data=2), batch=P("data"), order="tree"),
+    ),
+}
+
+
+def metrics_of_steps(measure: Any, *chain: Any, steps: int = 2) -> list[Any]:
+    """What `measure` says of the rows 1, 2, 3, 4, in each of some steps."""
+
+    def loss(model: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean(model * batch["x"]), state, measure(batch["x"])
+
+    program = et.pipe(loss, *chain, et.jit)
+    ts, found = program.init(lambda key: f32(0), key=jax.random.key(0)), []
+    for _ in range(steps):
+        ts, metrics = program(ts, {"x": np.array([1, 2, 3, 4], np.float32)})
+        found.append(metrics)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"), [("alone", 1), ("accumulate", 2), ("shard", 4), ("tree order", 4)]
+)
+def test_sum_counts_booleans_and_narrow_integers(name, parts):
+    """One of each part that a loss is run on, of each of two steps."""
+
+    def measure(x: Any) -> Any:
+        return {
+            "any": et.Sum((x > 0).any()),
+            "small": et.Sum(jnp.asarray(100, jnp.uint8)),
+            "negative": et.Sum(jnp.asarray(-100, jnp.int8)),
+        }
+
+    first, second = metrics_of_steps(measure, *CHAINS[name], et.update(optax.sgd(0.1)))
+    right = {"any": parts, "small": 100 * parts, "negative": -100 * parts}
+    read = et.fetch([first, et.merge(first, second)])
+    assert {key: read[0][key] for key in right} == right
+    assert {key: read[1][key] for key in right} == {key: 2 * n for key, n in right.items()}
+
+
+@pytest.mark.parametrize("true", [jnp.asarray(True), np.bool_(True), True])
+def test_sums_of_booleans_that_are_merged_by_hand_are_counts(true):
+    three = et.Sum(true).merge(et.Sum(true)).merge(et.Sum(true))
+    assert et.fetch(three) == 3
+    assert et.fetch(et.merge(*3 * [et.Sum(true)])) == 3
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
+def test_extremes_of_booleans_and_of_numbers_of_python(chain):
+    """Under a guard too, which puts what is neutral in the place of a bad step's."""
+
+    def measure(x: Any) -> Any:
+        return {
+            "any": et.Max(x == 3),
+            "all": et.Min((x < 3).all()),
+            "top": et.Max(2.5),
+            "low": et.Min(3),
+            "narrow": et.Max(jnp.asarray(-7, jnp.int8)),
+            "half": et.Min(jnp.asarray(0.5, jnp.bfloat16)),
+        }
+
+    [metrics] = metrics_of_steps(measure, *chain, et.update(optax.sgd(0.1)), et.guard, steps=1)
+    assert metrics["half"].minimum.dtype == jnp.bfloat16
+    read = jax.tree.map(lambda x: np.asarray(x).tolist(), et.fetch(metrics))
+    right = {"all": False, "top": 2.5, "low": 3, "narrow": -7, "half": 0.5}
+    assert {key: read[key] for key in right} == right
+    assert np.max(read["any"]) == 1
+
+
+def test_extremes_of_a_skipped_step_are_neutral():
+    def measure(x: Any) -> Any:
+        return {"any": et.Max((x > 0).any()), "low": et.Min(3)}
+
+    diverged = et.update(optax.sgd(jnp.nan))
+    [metrics] = metrics_of_steps(measure, diverged, et.guard, steps=1)
+    kept = {"any": et.Max(np.int32(1)), "low": et.Min(np.int32(7))}
+    skipped = {name: metrics[name] for name in kept}
+    assert et.fetch(metrics)["skipped"] == 1
+    assert et.fetch(et.merge(skipped, kept)) == {"any": 1, "low": 7}
 
 
 def test_merge_keeps_extremes_exact():

@@ -109,7 +109,12 @@ def load(
 
 
 def compare(template: PyTree, tensors: Mapping[str, Any], rules: Iterable[Rule]) -> Report:
-    """Says what `load` would fill, and what would be missing or unused. Nothing is read or raised.
+    """Says what `load` would fill, and what would be missing or unused, which it does not refuse.
+
+    No tensor is read, save where a placeholder stands in a rule's target alone and its values are
+    not declared: the length of a dim says how many they are.
+
+    **Raises:** `ValueError` for leaves that two rules fill, and for such a dim that is not there.
 
     ```python
     >>> linear = et.interop.rule("fc.weight", "weight", "o i -> i o")

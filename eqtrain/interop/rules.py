@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -163,15 +164,18 @@ def _apply(
         if not taken:
             yield Made(rule, _fill(wanted, known), whole, make)
             continue
-        array = make()
+        make = functools.cache(make)
+        # Only what is not declared must be read now, to see how many it is.
         axes = [
-            _values(rule, hole, [str(i) for i in range(array.shape[dim])])
+            _values(
+                rule, hole, [] if hole in rule.axes else [str(i) for i in range(make().shape[dim])]
+            )
             for dim, hole in enumerate(taken)
         ]
         for key in itertools.product(*(range(len(axis)) for axis in axes)):
             more = {hole: axes[i][key[i]] for i, hole in enumerate(taken)}
             name = _fill(wanted, {**known, **more})
-            yield Made(rule, name, whole, lambda array=array, key=key: array[key])
+            yield Made(rule, name, whole, lambda make=make, key=key: make()[key])
 
 
 def _maker(

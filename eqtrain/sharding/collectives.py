@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from ..metrics import AbstractMetric, Max, Min, accumulator_dtype
+from ..metrics import AbstractMetric, Max, Min, accumulator_dtype, integer_dtype
 from ..varying import vary, varying
 from .placement import Axes, entry_axes
 
@@ -148,5 +148,5 @@ def reduce_state(
         wide = leaf.astype(accumulator_dtype(leaf.dtype))
         total = sums.add(wide / size)
         return lambda: total().astype(leaf.dtype)
-    largest = lax.pmax(vary(leaf.astype(jnp.int32), axes), axes).astype(leaf.dtype)
+    largest = lax.pmax(vary(leaf.astype(integer_dtype(leaf.dtype)), axes), axes).astype(leaf.dtype)
     return lambda: largest

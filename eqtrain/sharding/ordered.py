@@ -98,6 +98,8 @@ def fence(tree: PyTree, step: Int[Array, ""]) -> PyTree:
     zero = step >> 31  # of a step, which is never negative
 
     def apart(x: Array) -> Array:
+        if jnp.iscomplexobj(x):
+            return lax.complex(apart(x.real), apart(x.imag))
         bits = jnp.uint64 if x.dtype.itemsize == 8 else jnp.uint32
         return lax.bitcast_convert_type(
             lax.bitcast_convert_type(x, bits) ^ zero.astype(bits), x.dtype

@@ -21,7 +21,7 @@ from ..contribution import (
 )
 from ..findings import join_microbatches
 from ..levels import Contribute, Link, as_contribute, require_order, written
-from ..metrics import Max, accumulator_dtype, collapse, is_metric
+from ..metrics import Max, accumulator_dtype, collapse, integer_dtype, is_metric
 from ..paths import path_name
 from ..sharding.ordered import add_lanes, require_power_of_two
 from ..sharding.placement import Layout
@@ -199,7 +199,7 @@ def _as_lane(arrays: PyTree, num_lanes: int) -> PyTree:
                 f"Got a PRNG key at `state.{path_name(path)}`. "
                 "Derive what you need from the `key` that the loss is given."
             )
-        return Max(leaf.astype(jnp.int32))
+        return Max(leaf.astype(integer_dtype(leaf.dtype)))
 
     return jax.tree_util.tree_map_with_path(share, arrays)
 
@@ -227,10 +227,15 @@ def _cut(
     if rows % (parts * shards):
         fitting = [n for n in range(1, rows // shards + 1) if rows % (n * shards) == 0]
         where = f" split over {shards} devices" if shards > 1 else ""
+        advice = (
+            f"Use one of {fitting}, or another batch size."
+            if fitting
+            else "No number does where the devices do not divide the rows. "
+            f"Use a multiple of {parts * shards} rows, or pad the last batch with rows of weight 0."
+        )
         raise ValueError(
             "`num_microbatches` must divide the rows that each device has of a batch. "
-            f"Got num_microbatches={parts} and a batch of {rows} rows{where}. "
-            f"Use one of {fitting}, or another batch size."
+            f"Got num_microbatches={parts} and a batch of {rows} rows{where}. {advice}"
         )
     arrays, whole = eqx.partition(jax.tree.map(jnp.asarray, batch), is_example_array)
 

@@ -43,7 +43,8 @@ def update(
 
     The optimizer sees the mean gradients of the global batch, in the global view: a norm is the
     norm of the whole tree whatever the mesh. It is given the loss too, for those that take
-    `value=`.
+    `value=`. Gradients of complex leaves come conjugated, as optax expects them: down their
+    direction the loss falls.
 
     **Arguments:**
 
@@ -235,7 +236,8 @@ def _updated(
     optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Float[Array, ""]
 ) -> tuple[PyTree, PyTree]:
     """The next parameters and the next state of the optimizer."""
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    # Of a complex leaf `jax.grad` gives the conjugate of the direction in which the loss grows.
+    grads = jax.tree.map(lambda g, p: jnp.conj(g).astype(p.dtype), grads, params)
     updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
     return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates), opt_state
 

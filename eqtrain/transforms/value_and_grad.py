@@ -21,7 +21,8 @@ def value_and_grad(
 
     Stands where `eqx.filter_value_and_grad(loss)` did, and gives what that gives for the whole
     global batch on one device: the mean loss, and its gradient with None where a leaf is no
-    floating array. A model with state or randomness takes a loss of four arguments and `et.pipe`.
+    floating array. That of a complex leaf is as `jax.grad`'s: conjugate it before it goes to optax.
+    A model with state or randomness takes a loss of four arguments and `et.pipe`.
 
     **Arguments:**
 

@@ -257,3 +257,49 @@ def test_updates_do_not_depend_on_how_often_update_is_built():
         ts, _ = functools.reduce(lambda a, b: program(a[0], b), batches(), (ts, None))
         results.append([np.array(leaf).tobytes() for leaf in jax.tree.leaves(ts.model)])
     assert results[0] == results[1]
+
+
+# Complex parameters
+
+WAVES = {
+    "alone": (),
+    "sharded": (et.accumulate(2), et.shard(et.mesh(data=2), batch=P("data"))),
+    "split": (et.shard(et.mesh(data=2), batch=P("data"), model=et.fsdp("data", min_size=1)),),
+    "tree order": (
+        et.accumulate(2, order="tree"),
+        et.shard(et.mesh(data=2), batch=P("data"), order="tree"),
+    ),
+}
+
+
+@pytest.mark.parametrize("chain", WAVES.values(), ids=WAVES.keys())
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.1), optax.contrib.split_real_and_imaginary(optax.sgd(0.1))],
+    ids=["sgd", "split_real_and_imaginary"],
+)
+def test_complex_parameters_go_downhill(chain, optimizer):
+    start, goal = np.array([1 + 1j, -2j], np.complex64), np.array([0.5 - 1j, 3], np.complex64)
+    scale = f32([0.5, 1.0, 1.5, 1.0])
+
+    def distance(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        apart = w - jnp.asarray(goal)
+        square = (apart.real**2 + apart.imag**2).sum()
+        return et.mean(square * batch["scale"]), state, {}
+
+    program = et.pipe(distance, *chain, et.update(optimizer), et.jit)
+    ts = program.init(lambda key: jnp.asarray(start), key=jax.random.key(0))
+    for _ in range(5):
+        ts, _ = program(ts, {"scale": scale})
+    # Along both parts the slope is twice the distance, of which a step takes a tenth.
+    np.testing.assert_allclose(ts.model, goal + 0.8**5 * (start - goal), rtol=1e-5)
+
+
+def test_value_and_grad_of_complex_parameters_is_that_of_jax():
+    def square(w: Any, batch: Any) -> Any:
+        return ((w * batch["x"]).real ** 2 + (2 * (w * batch["x"]).imag) ** 2).mean()
+
+    w, batch = jnp.complex64(1 + 2j), {"x": np.array([1, 1j, 2 - 1j], np.complex64)}
+    value, grad = et.value_and_grad(square)(w, batch)
+    right_value, right_grad = jax.value_and_grad(square)(w, batch)
+    np.testing.assert_allclose([value, grad], [right_value, right_grad], rtol=1e-6)
