@@ -224,7 +224,7 @@ class _Guarding:
                 counts["spike"], outcome.loss, outcome.grad_norm, ~held
             )
         if self.waits:
-            after["waiting"] = held | failed
+            after["waiting"] = counts["waiting"] | failed
         if self.nonfinite == "ignore":
             counted, in_a_row = "nonfinite", jnp.zeros_like(in_a_row)
             causes = {"spike": causes["spike"]} if self.spike is not None else {}
@@ -254,7 +254,8 @@ class _Guarding:
             metrics["spike"] = Sum(causes["spike"].astype(jnp.int32))
         alarm = make_alarm(
             causes,
-            jnp.where(held, 0, in_a_row) if self.waits else in_a_row,
+            # One that waits is looked at already; one held for another reason has to say so.
+            jnp.where(counts["waiting"], 0, in_a_row) if self.waits else in_a_row,
             old.step,
             (outcome.loss, outcome.grad_norm, *limits),
             outcome.findings,

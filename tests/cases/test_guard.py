@@ -308,6 +308,24 @@ def test_training_goes_on_after_max_consecutive():
     program.check(ts)
 
 
+def test_a_state_with_other_contents_still_knows_why_its_step_failed():
+    program = raising()
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, bad_at(3))
+    with pytest.raises(et.NonFiniteError, match="the loss was nan"):
+        program(ts.replace(model=ts.model * 2), GOOD)
+
+
+def test_a_state_whose_counts_are_replaced_is_not_asked_about_them():
+    program = raising()
+    start = program.init(with_state, key=jax.random.key(0))
+    counts = jax.tree.map(jnp.copy, start.extra)
+    ts, _ = program(start, bad_at(3))
+    ts, _ = program(ts.replace(extra=counts), GOOD)
+    program.check(ts)
+    assert int(ts.step) == 1
+
+
 def test_ignore_only_counts():
     program = et.pipe(loss, et.update(optax.sgd(1.0)), et.guard(nonfinite="ignore"), et.jit)
     ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
@@ -337,6 +355,35 @@ def test_flags_are_read_one_call_late_and_once_each(monkeypatch):
         program.check(ts)
         assert len(reads) == (100 if guarded else 0)
         assert all(jnp.size(read) == 2 for read in reads)
+
+
+@pytest.mark.parametrize("compile", [et.jit, et.donate])
+def test_a_step_that_tripped_is_recorded_once_however_often_it_is_looked_at(compile):
+    program = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard, compile)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    ts, _ = program(ts, bad_at(0))
+    other = ts.replace(state=None)
+    program.check(other)
+    program.check(ts)
+    program.check(ts)
+    if compile is et.jit:
+        program(other, GOOD)
+        program(ts, GOOD)
+    ts, _ = program(ts, bad_at(0))
+    ts, _ = program(ts, GOOD)
+    assert [(trip.step, trip.call) for trip in program.trips] == (
+        [(0, 1), (1, 4)] if compile is et.jit else [(0, 1), (1, 2)]
+    )
+
+
+def test_an_error_is_raised_at_each_look_and_recorded_once():
+    program = raising()
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, bad_at(3))
+    for _ in range(2):
+        with pytest.raises(et.NonFiniteError, match="the loss was nan"):
+            program.check(ts)
+    assert len(program.trips) == 1
 
 
 # What else may be in a TrainState, and more than one of them.
