@@ -69,7 +69,8 @@ def guard(
       it; `"index"`, that no index is out of bounds, where JAX clips it; `"division"`, that no
       integer is divided by zero. All but the first watch every primitive, at the price that
       docs/guard.md gives. `()` is none.
-    - `max_consecutive`: so many skipped steps in a row raise.
+    - `max_consecutive`: so many skipped steps in a row raise. What was dispatched in between is
+      held back.
     - `spike`: records steps whose loss or gradients stand out, or skips them.
     - `replicas_every`: after so many steps a checksum of every array that several devices hold is
       compared. It takes `et.shard`, and a compiled step.
@@ -269,8 +270,9 @@ class _Guarding:
     def _held(self, counts: dict[str, Any]) -> Bool[Array, ""]:
         """Whether nothing may move: what was dispatched before the host saw a failure."""
         held = jnp.zeros((), bool)
-        if self.nonfinite == "raise":
-            held = held | (counts["in_a_row"] > 0)
+        if self.nonfinite != "ignore":
+            most = 1 if self.nonfinite == "raise" else self.max_consecutive
+            held = held | (counts["in_a_row"] >= most)
         if self.waits:
             held = held | counts["waiting"]
         return held
