@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import itertools
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -206,7 +207,16 @@ class Program(Level):
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         free = next(path for path in names if not os.path.exists(path))
         reason = {"causes": list(trip.causes), "loss": trip.loss, "grad_norm": trip.grad_norm}
-        return str(save_bundle(free, before, batch, program=self, reason=reason))
+        try:
+            return str(save_bundle(free, before, batch, program=self, reason=reason))
+        except Exception as error:  # a run must not end for want of what only explains it
+            warnings.warn(
+                "A step that tripped should leave a replay bundle. "
+                f"Got step {trip.step}, which was not saved: {type(error).__name__}: {error} "
+                f"Make room in `{folder}`, or correct its permissions. The run goes on.",
+                stacklevel=6,
+            )
+            return None
 
     @property
     def compilations(self) -> int:

@@ -75,7 +75,8 @@ def guard(
     - `replicas_every`: after so many steps a checksum of every array that several devices hold is
       compared. It takes `et.shard`, and a compiled step.
     - `bundles`: a folder. The first 3 bad steps (and spikes, where they are skipped) leave a replay
-      bundle there. The step after a bad one waits for that.
+      bundle there. The step after a bad one waits for that. One that cannot be written is a
+      warning; a batch of other containers than dicts, lists and tuples is refused.
 
     **Returns:** a Step with `skipped` among its metrics (`nonfinite` where it only counts), and
     `spike` where it looks for those. Used bare (`@et.guard`) or with arguments.

@@ -1,7 +1,8 @@
 """Steps that trip leave replay bundles, and the run is that which leaves none, bit for bit."""
 
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -173,3 +174,48 @@ def test_a_failure_is_not_passed_over_where_only_the_leaves_were_kept(tmp_path):
     ts, _ = program(copied(ts), good)
     with pytest.raises(et.NonFiniteError, match="held back, since an earlier step failed"):
         program(ts, good)
+
+
+class Pair(NamedTuple):
+    x: Any
+
+
+def first(model: Any, state: Any, batch: Any, key: Any) -> Any:
+    (x,) = jax.tree.leaves(batch)
+    return et.mean(model * x), state, {}
+
+
+@pytest.mark.parametrize("kind", [Pair, lambda x: OrderedDict(x=x), lambda x: {(0, 1): x}])
+def test_a_batch_that_no_bundle_can_hold_is_refused_before_anything_is_donated(tmp_path, kind):
+    program = et.pipe(first, et.update(optax.sgd(0.1)), et.guard(bundles=tmp_path), et.donate)
+    ts = start(program)
+    with pytest.raises(bundle.BundleError, match="or leave out `bundles=` of `et.guard`"):
+        program(ts, kind(np.ones(4, np.float32)))
+    ts, _ = program(ts, {"x": np.ones(4, np.float32)})
+    assert float(ts.model) == pytest.approx(0.9) and program.compilations == 1
+
+
+def test_leaves_of_one_name_are_refused_before_anything_is_donated(tmp_path):
+    def tree(model: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean(model["a.b"] * model["a"]["b"] * batch["x"]), state, {}
+
+    program = et.pipe(tree, et.update(optax.sgd(0.1)), et.guard(bundles=tmp_path), et.donate)
+    ts = program.init(
+        lambda key: {"a": {"b": jnp.ones(())}, "a.b": jnp.ones(())}, key=jax.random.key(0)
+    )
+    with pytest.raises(bundle.BundleError, match="Rename a key of the model"):
+        program(ts, {"x": np.ones(4, np.float32)})
+    ts.require_unused()
+
+
+def test_a_run_goes_on_where_a_bundle_cannot_be_written(tmp_path):
+    (tmp_path / "bad").write_text("a file where the folder is to be")
+    program = et.pipe(scaled, et.update(optax.sgd(0.1)), et.guard(bundles=tmp_path / "bad"), et.jit)
+    good = {"x": np.ones(4, np.float32)}
+    ts, _ = program(start(program), {"x": np.full(4, np.nan, np.float32)})
+    with pytest.warns(UserWarning, match="Got step 0, which was not saved: .*Exists"):
+        ts, _ = program(ts, good)
+    ts, _ = program(ts, good)
+    program.check(ts)
+    assert int(ts.step) == 3 and float(ts.model) == pytest.approx(0.8)
+    assert [(trip.step, trip.bundle) for trip in program.trips] == [(0, None)]
