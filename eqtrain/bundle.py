@@ -31,6 +31,7 @@ from .bundle_files import (
     encode_batch,
     plain,
     read_arrays,
+    require_names,
     write_arrays,
 )
 from .extras import versions
@@ -169,15 +170,11 @@ def save_bundle(
             f"A bundle is written to a folder that is not there yet. Got {folder}. "
             "Give each bundle a name of its own, such as by its step."
         )
+    require_names(ts.structure.names)
     batch_tree, batch_leaves = encode_batch(batch)
     # All processes gather, in the same order; only the first needs what comes of it.
     state_arrays = dict(zip(ts.structure.names, map(_copy, ts.leaves), strict=True))
     batch_arrays = {name: _copy(leaf) for name, leaf in batch_leaves.items()}
-    if len(state_arrays) != len(ts.leaves):
-        raise BundleError(
-            "A bundle stores leaves by name, so no two may share one. Got more leaves than names "
-            f"in {', '.join(state_arrays)}. Rename a key of the model that has a dot in it."
-        )
     if jax.process_index() != 0:
         return folder
     layout = program.step.layout

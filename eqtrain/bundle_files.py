@@ -79,6 +79,15 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def require_names(names: tuple[str, ...]) -> None:
+    """Refuses two leaves of one name."""
+    if len(set(names)) < len(names):
+        raise BundleError(
+            "A bundle stores leaves by name, so no two may share one. Got more leaves than names "
+            f"in {', '.join(names)}. Rename a key of the model that has a dot in it."
+        )
+
+
 def encode_batch(batch: PyTree) -> tuple[Any, dict[str, Any]]:
     """The tree of a batch for JSON, and its arrays by name.
 
@@ -101,7 +110,8 @@ def encode_batch(batch: PyTree) -> tuple[Any, dict[str, Any]]:
             raise BundleError(
                 "A bundle's batch must be dicts, lists and tuples of arrays and numbers. "
                 f"Got {type(node).__name__} at `{name}`. "
-                "Save the batch as such, or its part that matters."
+                "Save the batch as such, or its part that matters; or leave out `bundles=` of "
+                "`et.guard`."
             )
         while name in arrays:
             name += "_"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,12 @@ class _Jit:
         self.entries = 0
 
 
+class _Calling(threading.local):
+    """What the call under way in each thread was given."""
+
+    arguments: tuple[TrainState, PyTree] | None = None
+
+
 class Compiled:
     """A function of a TrainState's leaves and a batch, compiled once for each structure.
 
@@ -61,7 +68,7 @@ class Compiled:
         self._jits: dict[Structure, _Jit] = {}
         self._signatures: list[Signature] = []
         self._allowed: set[Any] = set()
-        self._arguments: tuple[TrainState, PyTree] | None = None
+        self._calling = _Calling()
 
     @property
     def compilations(self) -> int:
@@ -76,14 +83,14 @@ class Compiled:
             _follow(ts, batch)
         if self._max_compilations is not None:
             self._refuse_new(ts, batch)
-        self._arguments = (ts, batch)
+        self._calling.arguments = (ts, batch)
         try:
             out = jit.run(ts.leaves, batch)
         except (ValueError, RuntimeError, TypeError) as error:
             self._diagnose(error, ts, batch)
             raise
         finally:
-            self._arguments = None
+            self._calling.arguments = None
         if jit.run._cache_size() != jit.entries:
             jit.entries = jit.run._cache_size()
             self._note(signature_of(ts, batch))
@@ -113,8 +120,9 @@ class Compiled:
         function = self._build(structure)
 
         def traced(leaves: tuple[Any, ...], batch: PyTree) -> Any:
-            assert self._arguments is not None, "traced by something else than a call"
-            self._count(signature_of(*self._arguments))
+            arguments = self._calling.arguments
+            assert arguments is not None, "traced by something else than a call"
+            self._count(signature_of(*arguments))
             try:
                 return function(leaves, batch)
             except Exception:

@@ -6,6 +6,8 @@ import collections
 import dataclasses
 import itertools
 import os
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +21,7 @@ from .compiled import Compiled, check_donated, same_structure
 from .inspect import Inspection, inspect_compiled
 from .levels import Level
 from .sharding.report import PlacementReport
-from .state import Structure, TrainState
+from .state import Structure, TrainState, require_train_state
 from .step import Step
 from .trips import Alarm, Trip, read_flag, read_trips
 
@@ -41,6 +43,8 @@ class Program(Level):
     _calls: Any = dataclasses.field(default_factory=lambda: itertools.count(1))
     _bundles: Any = dataclasses.field(default_factory=itertools.count)
     _trips: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=100))
+    # The trips of each Alarm that was looked at: copies of a TrainState share one.
+    _seen: Any = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
     _replays: dict[Structure, Any] = dataclasses.field(default_factory=dict)
     _structures: list[Structure] = dataclasses.field(default_factory=list)
 
@@ -70,7 +74,19 @@ class Program(Level):
         return self.step.init_shapes(make, key=key)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
+        if self.step.bundles is not None:
+            self._let_go(ts)
         return self._call(ts, batch, None)
+
+    def _let_go(self, ts: TrainState) -> None:
+        """Releases a TrainState that comes from elsewhere than a step, such as a checkpoint.
+
+        It may have been copied while it waited; without a flag, nobody else would release it.
+        """
+        require_train_state(ts)
+        ts.require_unused()
+        if ts.fresh and ts.flag is None:
+            ts.leaves = self.step.release(ts).leaves
 
     def _call(
         self, ts: TrainState, batch: PyTree, call: int | None
@@ -99,7 +115,8 @@ class Program(Level):
         """
         ts.require_unused()
         if self._look(ts.flag, ts):
-            ts.leaves, ts.flag, ts.fresh = self.step.release(ts).leaves, None, True
+            ts.leaves, ts.fresh = self.step.release(ts).leaves, True
+        ts.flag = None
 
     def explain(
         self, ts: TrainState, batch: PyTree, *, step: int | None = None
@@ -156,20 +173,26 @@ class Program(Level):
         codes = read_flag(alarm.code)
         if not codes[:, 0].any():
             return False
-        waited = False
-        for trip in read_trips(alarm, codes, call, self.step.layout, ts.structure):
-            if trip.in_a_row and self.step.bundles is not None:
-                waited = True
-                trip = dataclasses.replace(trip, bundle=self._save_bundle(trip, ts, batch))
-            if trip.causes:
-                self._trips.append(trip)
+        trips = self._seen.get(alarm)
+        if trips is None:
+            found = read_trips(alarm, codes, call, self.step.layout, ts.structure)
+            trips = self._seen[alarm] = [self._record(trip, ts, batch) for trip in found]
+        for trip in trips:
             error = self.step.judge(trip)
             if error is not None:
                 error.add_note(f"It was call {call} of `{self.compiled.name}`.")
                 error.trip = trip
                 error.state = self.step.recover(ts)
                 raise error
-        return waited
+        return self.step.bundles is not None and any(trip.in_a_row for trip in trips)
+
+    def _record(self, trip: Trip, ts: TrainState, batch: PyTree) -> Trip:
+        """Remembers a trip, with the bundle that it leaves; not one that was only held back."""
+        if trip.causes:
+            if trip.in_a_row and self.step.bundles is not None:
+                trip = dataclasses.replace(trip, bundle=self._save_bundle(trip, ts, batch))
+            self._trips.append(trip)
+        return trip
 
     def _save_bundle(self, trip: Trip, ts: TrainState, batch: PyTree) -> str | None:
         """Saves the step that tripped. `ts` is as before it, but for `step`."""
@@ -184,7 +207,16 @@ class Program(Level):
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         free = next(path for path in names if not os.path.exists(path))
         reason = {"causes": list(trip.causes), "loss": trip.loss, "grad_norm": trip.grad_norm}
-        return str(save_bundle(free, before, batch, program=self, reason=reason))
+        try:
+            return str(save_bundle(free, before, batch, program=self, reason=reason))
+        except Exception as error:  # a run must not end for want of what only explains it
+            warnings.warn(
+                "A step that tripped should leave a replay bundle. "
+                f"Got step {trip.step}, which was not saved: {type(error).__name__}: {error} "
+                f"Make room in `{folder}`, or correct its permissions. The run goes on.",
+                stacklevel=6,
+            )
+            return None
 
     @property
     def compilations(self) -> int:

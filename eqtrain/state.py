@@ -219,7 +219,9 @@ class TrainState:
     def replace(self, **fields: Any) -> TrainState:
         """A TrainState with other contents in some fields, of the same structure.
 
-        The new arrays go where the old ones were; a donating step uses them up.
+        The new arrays go where the old ones were; a donating step uses them up. What the step that
+        made it said of itself stays with it, unless `extra` is replaced, and with it the counts
+        that this is about.
 
         **Raises:** `ValueError` if a leaf's shape or dtype, or the structure, differs.
         """
@@ -235,7 +237,9 @@ class TrainState:
         shardings = self.structure.shardings
         if any(sharding is not None for sharding in shardings):
             leaves = tuple(map(jax.device_put, leaves, shardings))
-        return TrainState(leaves, self.structure, fresh=True)
+        new = TrainState(leaves, self.structure, fresh=True)
+        new.flag = None if "extra" in fields else self.flag
+        return new
 
     def require_unused(self) -> None:
         if self.used is not None:

@@ -194,24 +194,24 @@ class Step(Level):
 
     def recover(self, ts: TrainState) -> TrainState:
         """The TrainState to go on from after an error."""
-        return self._changed(ts, [layer.recover for layer in self.layers])
+        return ts.replace(extra=self._changed(ts, [layer.recover for layer in self.layers]).extra)
 
     def release(self, ts: TrainState) -> TrainState:
         """The TrainState to go on from once the host has done what a step waited for."""
-        return self._changed(ts, [layer.release for layer in self.layers])
+        return ts.replace(extra=self._changed(ts, [layer.release for layer in self.layers]).extra)
 
-    def _changed(
-        self, ts: TrainState, changes: list[Callable[[Parts], Parts] | None]
-    ) -> TrainState:
+    def _changed(self, ts: TrainState, changes: list[Callable[[Parts], Parts] | None]) -> Parts:
         parts = ts.parts
         for change in changes:
             if change is not None:
                 parts = change(parts)
-        return ts.replace(extra=parts.extra)
+        return parts
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         require_train_state(ts)
-        parts, metrics, _ = self.run(ts.parts, batch)
+        # No host looks at the alarms of a step that is not compiled, so nothing may wait for that.
+        given = self._changed(ts, [layer.recover for layer in self.layers])
+        parts, metrics, _ = self.run(given, batch)
         return TrainState(ts.structure.pack(parts), ts.structure, fresh=True), metrics
 
 

@@ -33,9 +33,9 @@ _REPLICAS = CAUSES.index("replicas")
     data_fields=["code", "numbers", "findings", "checksums"],
     meta_fields=[],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Alarm:
-    """What a step says to the host.
+    """What a step says to the host. Two are equal if they are one object.
 
     **Fields:**
 

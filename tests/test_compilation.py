@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -448,3 +450,42 @@ def test_evaluation_compiles_once_and_reports_a_second_time():
         limited(ts, rows(count))
     with pytest.raises(et.RecompilationError, match=r"`evaluate`(.|\n)*2 times(.|\n)*batch\.x"):
         limited(ts, rows(2))
+
+
+@jax.tree_util.register_pytree_node_class
+class Slow:
+    """A batch that one thread is still taking apart when another calls."""
+
+    reached, go_on = threading.Event(), threading.Event()
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def tree_flatten(self) -> Any:
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> "Slow":
+        return cls(*children)
+
+
+def test_two_threads_may_call_while_it_is_traced():
+    def total(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        (x,) = jax.tree.leaves(batch)
+        return et.mean(w * x), state, {}
+
+    evaluation = et.evaluate(total, max_compilations=2)
+    step = et.pipe(total, et.update(optax.sgd(0.0)), et.jit)
+    ts = step.init(lambda key: jnp.float32(2), key=jax.random.key(0))
+    ts, _ = step(ts, np.ones(4, np.float32))
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(evaluation, ts, Slow(np.ones(3, np.float32)))
+        try:
+            assert Slow.reached.wait(60)
+            assert float(evaluation(ts, np.ones(4, np.float32))["loss"]) == 2
+        finally:
+            Slow.go_on.set()
+        assert float(slow.result()["loss"]) == 2
+    assert evaluation.compilations == 2

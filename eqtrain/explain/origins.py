@@ -10,7 +10,7 @@ import jax
 
 from .plan import Node, Scope, Site
 from .record import Branches, Record, Snapshots
-from .words import INDEX, INF, NAN, NEW_INF, NEW_NAN, ZERO_DIVISOR
+from .words import INDEX, INF, NAN, NEW_INF, NEW_NAN, ZERO_DIVISOR, ZERO_FLOAT_DIVISOR
 
 MADE, GIVEN, CHECKED = range(3)
 
@@ -134,7 +134,7 @@ class Origins:
         kind = "nan" if mark == NAN else "inf"
         if checked == INDEX:
             kind, category = "index", MADE
-        elif checked == ZERO_DIVISOR:
+        elif checked == ZERO_FLOAT_DIVISOR:
             kind = "division"
         self._add(Origin(kind, node.site, at.iterations, (*at.order, place), category, backward))
 
@@ -235,8 +235,7 @@ class Origins:
         """Bad indices, and divisions of integers by zero, whatever came of them."""
         for place, node in enumerate(at.scope.nodes):
             checked = at.slot(node.check)
-            integers = bool(node.outputs) and at.scope.slots[node.outputs[0]] is None
-            if checked == INDEX or (checked == ZERO_DIVISOR and integers):
+            if checked in (INDEX, ZERO_DIVISOR):
                 kind = "index" if checked == INDEX else "division"
                 order = (*at.order, place)
                 yield Origin(kind, node.site, at.iterations, order, CHECKED, node.site.backward)

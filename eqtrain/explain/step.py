@@ -123,7 +123,7 @@ def _number(ts: TrainState) -> int:
     """The step to replay: that which the guard held back last, if this is the state it left."""
     now = int(ts.step)
     guard = ts.extra.get("guard")
-    held = guard is not None and int(guard["last_bad"]) == now - 1
+    held = guard is not None and now > 0 and int(guard["last_bad"]) == now - 1
     return now - 1 if held else now
 
 

@@ -21,9 +21,10 @@ INF = 1  # an infinity
 NEW_INF = 2  # one where all that went in was finite
 NAN = 3
 NEW_NAN = 4  # one where nothing that went in was a NaN
-# In a word of its own, of an equation's operands.
+# In a word of its own, of an equation's operands; from `INDEX` on whatever comes of it.
+ZERO_FLOAT_DIVISOR = 8
 INDEX = 16  # an index beside the operand
-ZERO_DIVISOR = 32
+ZERO_DIVISOR = 32  # an integer
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil "
@@ -93,8 +94,9 @@ def words_chosen(which: Array, cases: tuple[Array, ...]) -> tuple[UInt8[Array, "
 
 @jax.jit
 def divisor_word(divisor: Array) -> UInt8[Array, ""]:
-    """`ZERO_DIVISOR` where one is."""
-    return jnp.any(divisor == 0).astype(jnp.uint8) * ZERO_DIVISOR
+    """`ZERO_DIVISOR` or `ZERO_FLOAT_DIVISOR` where one is."""
+    word = ZERO_FLOAT_DIVISOR if is_float(divisor.dtype) else ZERO_DIVISOR
+    return jnp.any(divisor == 0).astype(jnp.uint8) * word
 
 
 def marks(value: Array) -> UInt8[Array, "..."]:

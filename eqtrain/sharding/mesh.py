@@ -90,8 +90,8 @@ def mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 def _warn_of_few_threads(devices: list[Any]) -> None:
     local = sum(device.process_index == jax.process_index() for device in devices)
-    # XLA sizes the pool of a CPU by this variable, or by the cores.
-    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    # XLA sizes the pool of a CPU by this variable, or by the cores that the process may use.
+    threads = int(os.environ.get("NPROC") or _usable_cores())
     if devices[0].platform == "cpu" and 1 < local and threads <= local:
         warnings.warn(
             "The devices of one CPU should share more threads than they are, or a collective may "
@@ -100,6 +100,12 @@ def _warn_of_few_threads(devices: list[Any]) -> None:
             ThreadsWarning,
             stacklevel=3,
         )
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _product(axes: dict[str, int]) -> str:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from ..bundle_files import encode_batch, require_names
 from ..compiled import Compiled
 from ..levels import Link
 from ..program import Program
@@ -77,6 +78,10 @@ def _compile(given: Any, source: str, donates: bool, max_compilations: int | Non
 
         def build(structure: Structure) -> Callable[[tuple[Any, ...], PyTree], Any]:
             def run(leaves: tuple[Any, ...], batch: PyTree) -> Any:
+                if step.bundles is not None:
+                    # When the first step trips, its state is donated already.
+                    require_names(structure.names)
+                    encode_batch(batch)
                 before = structure.unpack(leaves)
                 parts, metrics, alarm = step.run(before, batch)
                 packed = structure.pack(parts)

@@ -69,12 +69,14 @@ def guard(
       it; `"index"`, that no index is out of bounds, where JAX clips it; `"division"`, that no
       integer is divided by zero. All but the first watch every primitive, at the price that
       docs/guard.md gives. `()` is none.
-    - `max_consecutive`: so many skipped steps in a row raise.
+    - `max_consecutive`: so many skipped steps in a row raise. What was dispatched in between is
+      held back.
     - `spike`: records steps whose loss or gradients stand out, or skips them.
     - `replicas_every`: after so many steps a checksum of every array that several devices hold is
       compared. It takes `et.shard`, and a compiled step.
     - `bundles`: a folder. The first 3 bad steps (and spikes, where they are skipped) leave a replay
-      bundle there. The step after a bad one waits for that.
+      bundle there. The step after a bad one waits for that. One that cannot be written is a
+      warning; a batch of other containers than dicts, lists and tuples is refused.
 
     **Returns:** a Step with `skipped` among its metrics (`nonfinite` where it only counts), and
     `spike` where it looks for those. Used bare (`@et.guard`) or with arguments.
@@ -224,7 +226,7 @@ class _Guarding:
                 counts["spike"], outcome.loss, outcome.grad_norm, ~held
             )
         if self.waits:
-            after["waiting"] = held | failed
+            after["waiting"] = counts["waiting"] | failed
         if self.nonfinite == "ignore":
             counted, in_a_row = "nonfinite", jnp.zeros_like(in_a_row)
             causes = {"spike": causes["spike"]} if self.spike is not None else {}
@@ -254,7 +256,8 @@ class _Guarding:
             metrics["spike"] = Sum(causes["spike"].astype(jnp.int32))
         alarm = make_alarm(
             causes,
-            jnp.where(held, 0, in_a_row) if self.waits else in_a_row,
+            # One that waits is looked at already; one held for another reason has to say so.
+            jnp.where(counts["waiting"], 0, in_a_row) if self.waits else in_a_row,
             old.step,
             (outcome.loss, outcome.grad_norm, *limits),
             outcome.findings,
@@ -268,8 +271,9 @@ class _Guarding:
     def _held(self, counts: dict[str, Any]) -> Bool[Array, ""]:
         """Whether nothing may move: what was dispatched before the host saw a failure."""
         held = jnp.zeros((), bool)
-        if self.nonfinite == "raise":
-            held = held | (counts["in_a_row"] > 0)
+        if self.nonfinite != "ignore":
+            most = 1 if self.nonfinite == "raise" else self.max_consecutive
+            held = held | (counts["in_a_row"] >= most)
         if self.waits:
             held = held | counts["waiting"]
         return held

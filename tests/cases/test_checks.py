@@ -383,5 +383,32 @@ def test_a_nan_that_nothing_comes_of_is_none_for_the_user_checks_alone():
     assert [failure.message for failure in trip.failures] == ["a NaN was made by `log`"]
 
 
+def test_a_zero_among_float_divisors_is_no_division_by_zero():
+    def masked(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        x = batch["x"]
+        return et.mean(w * jnp.where(x > 0, 1 / x + 1 % x, 0)), state, {}
+
+    def in_a_loop(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            number, total = carry
+            total = total + jnp.where(number > 0, 1 / number.astype("float32"), 0)
+            return number + 1, total + (6 // (number - 1)).astype("float32")
+
+        total = lax.while_loop(lambda carry: carry[0] < 3, turn, (0, jnp.float32(0)))[1]
+        return et.mean(w * batch["x"] * 0 + total * 0), state, {}
+
+    program = program_of(loss=masked, guard=et.guard(checks="division"))
+    batch = {"x": np.array([1, 2, 0, 4], np.float32)}
+    ts, metrics = program(start(program), batch)
+    program.check(ts)
+    assert float(metrics["skipped"]) == 0 and program.trips == ()
+    # It is one to `explain`, if something comes of it.
+    assert program.explain(ts, batch).kind == "nothing"
+    # A turn before, with such a divisor, does not hide the one that counts.
+    (trip,) = trips_of(program_of(loss=in_a_loop, guard=et.guard(checks="division")))
+    found = {failure.message for failure in trip.failures}
+    assert found == {"a divisor of `div` was zero", "a divisor of `rem` was zero"}
+
+
 def test_the_guard_names_the_classes_that_there_are():
     assert guard_module.CHECKS == ("user", *CLASSES)

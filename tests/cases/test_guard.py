@@ -308,6 +308,63 @@ def test_training_goes_on_after_max_consecutive():
     program.check(ts)
 
 
+def test_a_state_with_other_contents_still_knows_why_its_step_failed():
+    program = raising()
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, bad_at(3))
+    with pytest.raises(et.NonFiniteError, match="the loss was nan"):
+        program(ts.replace(model=ts.model * 2), GOOD)
+
+
+def test_a_state_whose_counts_are_replaced_is_not_asked_about_them():
+    program = raising()
+    start = program.init(with_state, key=jax.random.key(0))
+    counts = jax.tree.map(jnp.copy, start.extra)
+    ts, _ = program(start, bad_at(3))
+    ts, _ = program(ts.replace(extra=counts), GOOD)
+    program.check(ts)
+    assert int(ts.step) == 1
+
+
+@pytest.mark.parametrize("compile", [et.jit, et.donate])
+def test_max_consecutive_holds_back_what_was_dispatched_before_it_was_seen(compile):
+    program = et.pipe(loss, et.update(optax.sgd(1.0)), et.guard(max_consecutive=2), compile)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    for batch in [bad_at(0), bad_at(1)]:
+        ts, _ = program(ts, batch)
+    with pytest.raises(et.NonFiniteError, match="Got 2 steps") as caught:
+        program(ts, GOOD)
+    ts = left(caught)
+    assert (float(ts.model), int(ts.step)) == (1, 2)
+    assert [trip.step for trip in program.trips] == [0, 1]
+    found = program.explain(ts, bad_at(1))  # in the last step that failed
+    assert found.kind == "nan" and found.leaves == ("batch.x",)
+    ts, _ = program(ts, GOOD)
+    assert (float(ts.model), int(ts.step)) == (0, 3)
+
+
+def test_a_state_that_only_kept_its_leaves_is_held_back_with_a_reason():
+    program = et.pipe(loss, et.update(optax.sgd(1.0)), et.guard(max_consecutive=1), et.donate)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    ts, _ = program(ts, bad_at(0))
+    ts, _ = program(jax.tree.map(jnp.copy, ts), GOOD)
+    with pytest.raises(et.NonFiniteError, match="held back, since an earlier step failed"):
+        program.check(ts)
+
+
+@pytest.mark.parametrize(
+    ("guard", "step_after"),
+    [(et.guard(max_consecutive=1), 2), (et.guard(nonfinite="raise"), 1)],
+    ids=["skip", "raise"],
+)
+def test_a_step_that_is_not_compiled_waits_for_nobody(guard, step_after):
+    step = et.pipe(loss, et.update(optax.sgd(1.0)), guard)
+    ts = step.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    for batch in [bad_at(0), GOOD]:
+        ts, _ = step(ts, batch)
+    assert (float(ts.model), int(ts.step)) == (0, step_after)
+
+
 def test_ignore_only_counts():
     program = et.pipe(loss, et.update(optax.sgd(1.0)), et.guard(nonfinite="ignore"), et.jit)
     ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
@@ -337,6 +394,35 @@ def test_flags_are_read_one_call_late_and_once_each(monkeypatch):
         program.check(ts)
         assert len(reads) == (100 if guarded else 0)
         assert all(jnp.size(read) == 2 for read in reads)
+
+
+@pytest.mark.parametrize("compile", [et.jit, et.donate])
+def test_a_step_that_tripped_is_recorded_once_however_often_it_is_looked_at(compile):
+    program = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard, compile)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    ts, _ = program(ts, bad_at(0))
+    other = ts.replace(state=None)
+    program.check(other)
+    program.check(ts)
+    program.check(ts)
+    if compile is et.jit:
+        program(other, GOOD)
+        program(ts, GOOD)
+    ts, _ = program(ts, bad_at(0))
+    ts, _ = program(ts, GOOD)
+    assert [(trip.step, trip.call) for trip in program.trips] == (
+        [(0, 1), (1, 4)] if compile is et.jit else [(0, 1), (1, 2)]
+    )
+
+
+def test_an_error_is_raised_at_each_look_and_recorded_once():
+    program = raising()
+    ts = program.init(with_state, key=jax.random.key(0))
+    ts, _ = program(ts, bad_at(3))
+    for _ in range(2):
+        with pytest.raises(et.NonFiniteError, match="the loss was nan"):
+            program.check(ts)
+    assert len(program.trips) == 1
 
 
 # What else may be in a TrainState, and more than one of them.

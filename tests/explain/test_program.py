@@ -196,3 +196,19 @@ def test_the_step_is_that_which_failed_and_so_are_its_keys():
     found = step.explain(ts, batch)
     assert found.rows is not None and found.rows.rows == (worst[bad],)
     assert step.explain(ts, batch, step=bad).rows == found.rows
+
+
+def test_a_state_that_no_step_made_is_explained_with_the_keys_of_step_0():
+    def noisy(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        noise = jax.vmap(jax.random.uniform)(key)
+        return et.mean(jnp.log(noise - batch["limit"]) * w), state, {}
+
+    step = et.pipe(noisy, et.update(optax.sgd(0.0)), et.guard, et.donate)
+    ts = step.init(lambda key: jnp.ones(()), key=jax.random.key(0))
+    keys = et.example_keys(ts.key, 0, jnp.arange(4))
+    draw = np.array(jax.vmap(jax.random.uniform)(keys))
+    # Just one row is below the limit.
+    found = step.explain(ts, {"limit": np.full(4, np.sort(draw)[:2].mean(), np.float32)})
+    assert found.rows is not None and found.rows.rows == (int(draw.argmin()),)
+    fine = step.explain(ts, {"limit": np.full(4, -1, np.float32)})
+    assert "in step 0 the loss" in str(fine)

@@ -1,5 +1,6 @@
 """A mesh has the axes that were asked for, on the devices that were asked for."""
 
+import os
 from typing import Any
 
 import jax
@@ -62,3 +63,13 @@ def test_fewer_threads_than_devices_are_reported(monkeypatch: pytest.MonkeyPatch
     et.mesh(data=2)  # an error, if it warned
     monkeypatch.setenv("NPROC", "9")
     et.mesh(data=8)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
+def test_the_cores_that_count_are_those_the_process_may_use(monkeypatch: pytest.MonkeyPatch):
+    """XLA makes a thread for each of these, as under `taskset` or in a container."""
+    monkeypatch.delenv("NPROC")
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3})
+    with pytest.warns(et.ThreadsWarning, match="Got 8 devices and 2 threads"):
+        et.mesh(data=8)

@@ -1,7 +1,8 @@
 """Steps that trip leave replay bundles, and the run is that which leaves none, bit for bit."""
 
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,3 +119,103 @@ def test_what_cannot_be_is_refused(tmp_path):
     ts = start(repeated)
     with pytest.raises(ValueError, match="Leave out `bundles=` of `et.guard`, or `et.repeat`"):
         repeated(ts, {"x": np.ones((2, 4), np.float32)})
+
+
+def scaled(w: Any, state: Any, batch: Any, key: Any) -> Any:
+    return et.mean(w * batch["x"]), state, {}
+
+
+def again(ts: et.TrainState) -> et.TrainState:
+    return ts.replace(step=ts.step)
+
+
+def copied(ts: et.TrainState) -> et.TrainState:
+    return jax.tree.map(jnp.copy, ts)
+
+
+def restored(ts: et.TrainState) -> et.TrainState:
+    """As from a checkpoint that was saved without a look at the last step."""
+    leaves = tuple(jnp.copy(leaf) for leaf in ts.leaves)
+    return et.TrainState(leaves, ts.structure, fresh=True)
+
+
+@pytest.mark.parametrize("way", [again, copied, restored])
+@pytest.mark.parametrize("mesh", [True, False])
+def test_a_run_goes_on_from_a_state_that_was_copied_while_it_waited(tmp_path, way, mesh):
+    chain = (et.shard(et.mesh(data=2), batch=P("data")),) if mesh else ()
+    guard = et.guard(bundles=tmp_path / "bad")
+    program = et.pipe(scaled, *chain, et.update(optax.sgd(0.1)), guard, et.donate)
+    ts = start(program)
+    ts, _ = program(ts, {"x": np.full(4, np.nan, np.float32)})
+    ts = way(ts)
+    for _ in range(5):
+        ts, _ = program(ts, {"x": np.ones(4, np.float32)})
+    program.check(ts)
+    assert int(ts.step) == 6 and float(ts.model) == pytest.approx(0.5)
+    assert int(ts.extra["guard"]["skipped"]) == 1
+    # What no longer says what became of its step cannot be asked.
+    assert [trip.step for trip in program.trips] == ([0] if way is again else [])
+    assert program.compilations == 1
+
+
+def test_a_state_on_another_device_is_released_there(tmp_path):
+    guard = et.guard(bundles=tmp_path / "bad")
+    program = et.pipe(scaled, et.update(optax.sgd(0.1)), guard, et.donate(max_compilations=1))
+    ts = jax.device_put(start(program), jax.devices()[1])
+    for value in (np.nan, 1, 1):
+        ts, _ = program(ts, {"x": np.full(4, value, np.float32)})
+    assert int(ts.step) == 3 and ts.model.devices() == {jax.devices()[1]}
+
+
+def test_a_failure_is_not_passed_over_where_only_the_leaves_were_kept(tmp_path):
+    program = program_of(tmp_path / "bad", "raise")
+    bad, good, *_ = batches({0})
+    ts, _ = program(start(program), bad)
+    ts, _ = program(copied(ts), good)
+    with pytest.raises(et.NonFiniteError, match="held back, since an earlier step failed"):
+        program(ts, good)
+
+
+class Pair(NamedTuple):
+    x: Any
+
+
+def first(model: Any, state: Any, batch: Any, key: Any) -> Any:
+    (x,) = jax.tree.leaves(batch)
+    return et.mean(model * x), state, {}
+
+
+@pytest.mark.parametrize("kind", [Pair, lambda x: OrderedDict(x=x), lambda x: {(0, 1): x}])
+def test_a_batch_that_no_bundle_can_hold_is_refused_before_anything_is_donated(tmp_path, kind):
+    program = et.pipe(first, et.update(optax.sgd(0.1)), et.guard(bundles=tmp_path), et.donate)
+    ts = start(program)
+    with pytest.raises(bundle.BundleError, match="or leave out `bundles=` of `et.guard`"):
+        program(ts, kind(np.ones(4, np.float32)))
+    ts, _ = program(ts, {"x": np.ones(4, np.float32)})
+    assert float(ts.model) == pytest.approx(0.9) and program.compilations == 1
+
+
+def test_leaves_of_one_name_are_refused_before_anything_is_donated(tmp_path):
+    def tree(model: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean(model["a.b"] * model["a"]["b"] * batch["x"]), state, {}
+
+    program = et.pipe(tree, et.update(optax.sgd(0.1)), et.guard(bundles=tmp_path), et.donate)
+    ts = program.init(
+        lambda key: {"a": {"b": jnp.ones(())}, "a.b": jnp.ones(())}, key=jax.random.key(0)
+    )
+    with pytest.raises(bundle.BundleError, match="Rename a key of the model"):
+        program(ts, {"x": np.ones(4, np.float32)})
+    ts.require_unused()
+
+
+def test_a_run_goes_on_where_a_bundle_cannot_be_written(tmp_path):
+    (tmp_path / "bad").write_text("a file where the folder is to be")
+    program = et.pipe(scaled, et.update(optax.sgd(0.1)), et.guard(bundles=tmp_path / "bad"), et.jit)
+    good = {"x": np.ones(4, np.float32)}
+    ts, _ = program(start(program), {"x": np.full(4, np.nan, np.float32)})
+    with pytest.warns(UserWarning, match="Got step 0, which was not saved: .*Exists"):
+        ts, _ = program(ts, good)
+    ts, _ = program(ts, good)
+    program.check(ts)
+    assert int(ts.step) == 3 and float(ts.model) == pytest.approx(0.8)
+    assert [(trip.step, trip.bundle) for trip in program.trips] == [(0, None)]
