@@ -294,7 +294,7 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 
 def integer_dtype(dtype: Any) -> Any:
-    """The dtype that integers and booleans are counted and compared in: int32, or a wider own."""
+    """The dtype that integers and booleans are counted and compared in: int32 at least."""
     return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.int32)
 
 

@@ -43,8 +43,8 @@ def update(
 
     The optimizer sees the mean gradients of the global batch, in the global view: a norm is the
     norm of the whole tree whatever the mesh. It is given the loss too, for those that take
-    `value=`. Gradients of complex leaves come conjugated, as optax expects them: down their
-    direction the loss falls.
+    `value=`. Gradients of complex leaves come conjugated, as optax expects: against
+    `jax.grad`'s own the loss does not fall.
 
     **Arguments:**
 
