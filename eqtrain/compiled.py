@@ -39,6 +39,24 @@ class _Jit:
         self.entries = 0
 
 
+def _is_deleted(leaf: Any) -> bool:
+    try:
+        return leaf.is_deleted()
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # a tracer, or of NumPy
+        return False
+
+
+def _refuse_deleted(ts: TrainState, cause: Exception | None = None) -> None:
+    """Refuses a TrainState with a leaf that another call took, with which it shared it."""
+    for name, leaf in zip(ts.structure.names, ts.leaves, strict=True):
+        if _is_deleted(leaf):
+            raise UsedStateError(
+                "A TrainState must own its buffers. "
+                f"Got one whose `{name}` was deleted: another call that donates took it. "
+                "Use the TrainState which that call returned."
+            ) from cause
+
+
 class _Calling(threading.local):
     """What the call under way in each thread was given."""
 
@@ -83,6 +101,10 @@ class Compiled:
             _follow(ts, batch)
         if self._max_compilations is not None:
             self._refuse_new(ts, batch)
+        if _is_deleted(ts.leaves[0]) or _is_deleted(ts.leaves[-1]):
+            # On a mesh jaxlib ends the process at a deleted array. These two tell nearly always:
+            # copies share all leaves, and `replace` leaves one of the two as it is.
+            _refuse_deleted(ts)
         self._calling.arguments = (ts, batch)
         try:
             out = jit.run(ts.leaves, batch)
@@ -194,15 +216,9 @@ class Compiled:
         """Raises what `error` means in the terms of the caller, if that can be told."""
         if isinstance(error, UsedStateError | RecompilationError):
             return
-        for name, leaf in zip(ts.structure.names, ts.leaves, strict=True):
-            if is_concrete(leaf) and leaf.is_deleted():
-                raise UsedStateError(
-                    "A TrainState must own its buffers. "
-                    f"Got one whose `{name}` was deleted: another call that donates took it. "
-                    "Use the TrainState which that call returned."
-                ) from error
+        _refuse_deleted(ts, error)
         for name, leaf in named_leaves(batch):
-            if is_concrete(leaf) and leaf.is_deleted():
+            if _is_deleted(leaf):
                 raise UsedStateError(
                     f"A batch must be alive. Got `batch.{name}`, which was deleted or donated. "
                     "Take it from the loader again."
