@@ -215,11 +215,13 @@ class _Guarding:
         causes = {name: on & ~held for name, on in causes.items()}
         failed = _any(on for name, on in causes.items() if name != "spike" or self._skips_spikes)
         bad = failed | (scaled & ~held)
+        # A step that raises is taken again, and is none that the state has left behind.
+        passed = bad & ~failed if self.nonfinite == "raise" else bad
         in_a_row = jnp.where(held, counts["in_a_row"], jnp.where(failed, counts["in_a_row"] + 1, 0))
         after = {
             "skipped": counts["skipped"] + bad.astype(jnp.int32),
             "in_a_row": in_a_row,
-            "last_bad": jnp.where(bad, old.step, counts["last_bad"]),
+            "last_bad": jnp.where(passed, old.step, counts["last_bad"]),
         }
         if self.spike is not None:
             after["spike"] = self.spike.remember(

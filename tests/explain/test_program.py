@@ -198,6 +198,20 @@ def test_the_step_is_that_which_failed_and_so_are_its_keys():
     assert step.explain(ts, batch, step=bad).rows == found.rows
 
 
+def test_a_step_that_was_taken_again_is_behind_the_state():
+    def loss(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean(jnp.log(batch["x"]) * w), state, {}
+
+    step = et.pipe(loss, et.update(optax.sgd(0.0)), et.guard(nonfinite="raise"), et.donate)
+    ts = step.init(lambda key: jnp.ones(()), key=jax.random.key(0))
+    good, bad = ({"x": np.full(4, x, np.float32)} for x in (1.0, np.nan))
+    ts, _ = step(ts, bad)
+    with pytest.raises(et.NonFiniteError) as error:
+        step.check(ts)
+    ts, _ = step(error.value.state, good)
+    assert int(ts.step) == 1 and "in step 1 the loss" in str(step.explain(ts, good))
+
+
 def test_a_state_that_no_step_made_is_explained_with_the_keys_of_step_0():
     def noisy(w: Any, state: Any, batch: Any, key: Any) -> Any:
         noise = jax.vmap(jax.random.uniform)(key)
