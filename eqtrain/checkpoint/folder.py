@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import time
@@ -90,7 +91,8 @@ class Folder:
     def delete(self, steps: Iterable[int]) -> None:
         for step in sorted(steps):
             path = self._path / str(step)
-            path.rename(path.with_name(path.name + DELETED))
+            with contextlib.suppress(FileNotFoundError):  # which somebody deleted by hand
+                path.rename(path.with_name(path.name + DELETED))
             self._metrics.pop(step, None)
         # Those too that could not be deleted an earlier time.
         self.clean()
