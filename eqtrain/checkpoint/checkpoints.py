@@ -179,12 +179,14 @@ class Checkpoints:
         """Runs in the background: waits for the save, then deletes what is not to be kept."""
         try:
             self._writer.wait()
+            if self._owned is not None:
+                self._owned.add(step, metrics)
         except Exception as error:
             self._clean_after(step, error)
             raise self._failed(step, error) from error
         if self._owned is not None:
             try:
-                self._owned.add(step, metrics)
+                self._owned.prune()
             except OSError as error:
                 # Not worth a run that goes on: the disk has all it was to have, and more.
                 warnings.warn(

@@ -82,10 +82,12 @@ class Folder:
         ]
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
-        """Takes note of a checkpoint that is whole, and deletes what is then not to be kept."""
+        """Takes note of a checkpoint that is whole, and has its name on disk."""
         self._metrics[step] = metrics
-        # The new one has its name on disk before an old one goes.
         sync_folder(self._path)
+
+    def prune(self) -> None:
+        """Deletes what is not to be kept."""
         self.delete(self._metrics.keys() - self._retention.kept(self._metrics))
 
     def delete(self, steps: Iterable[int]) -> None:
