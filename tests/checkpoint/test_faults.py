@@ -333,6 +333,20 @@ def test_an_old_one_that_cannot_be_deleted_stops_no_run(tmp_path, first):
         (tmp_path / "7.deleted" / "state").chmod(0o755)
 
 
+def test_a_name_that_does_not_reach_the_disk_is_a_save_that_failed(tmp_path, first, monkeypatch):
+    def fails(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(at(first, 5))
+    checkpoints.wait()
+    monkeypatch.setattr("eqtrain.checkpoint.folder.sync_folder", fails)  # as a broken disk does
+    checkpoints.save(at(first, 6))
+    with pytest.raises(CheckpointError, match="in saving step 6 .*Input/output error"):
+        checkpoints.close()
+    assert 5 in steps_in(tmp_path)  # none is deleted for one that may not be there
+
+
 def test_an_old_one_that_somebody_deleted_is_gone(tmp_path, first):
     with Checkpoints(tmp_path, keep_last=1) as checkpoints:
         checkpoints.save(at(first, 5))
