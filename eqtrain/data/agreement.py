@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 from jax.experimental import multihost_utils
+
+from .digest import digest
 
 
 def check_agreement(what: str, settings: dict[str, int]) -> None:
@@ -14,9 +14,8 @@ def check_agreement(what: str, settings: dict[str, int]) -> None:
     **Raises:** `ValueError`, in every process, that names the setting and what each of them has.
     """
     # An all-gather takes as many numbers from each process, so these come first.
-    kinds = ", ".join(settings).encode()
-    digest = int.from_bytes(hashlib.blake2b(kinds, digest_size=16).digest(), "big")
-    _compare(what, {"a number of settings": len(settings), "kinds of settings": digest})
+    kinds = digest(", ".join(settings).encode())
+    _compare(what, {"a number of settings": len(settings), "kinds of settings": kinds})
     _compare(what, settings)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from .digest import digest
 from .plan import AbstractPlan, Drawn, Order, RowPlan
 from .schedule import SMALLEST, Schedule
 from .source import AbstractReader, Example, Source, Weight, plain_reader
@@ -170,12 +170,11 @@ class Mixture(AbstractReader):
 
     def settings(self) -> dict[str, int]:
         text = repr((self.names, self.weights(0), self.weights(1))).encode()
-        digest = hashlib.blake2b(text, digest_size=16).digest()
         own = [each.settings() for each in self._readers]
         named = zip(self.names, own, strict=True)
         return {
             "the size of an epoch": self._epoch_size,
-            "the names and weights of the sources": int.from_bytes(digest, "big"),
+            "the names and weights of the sources": digest(text),
             **{f"{what} of {name!r}": x for name, each in named for what, x in each.items()},
         }
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from .ragged import Padding, Ragged, check_names, digest, padded
+from .digest import digest
+from .ragged import Padding, Ragged, as_bytes, check_names, padded
 from .source import AbstractReader, Example, Source
 
 _ADDED = ("segment_ids", "positions")
@@ -100,7 +101,7 @@ class Packed(AbstractReader):
             **self._ragged.settings(),
             "the length of sequences": self.length,
             "their number": len(self),
-            "how rows are packed": digest(self._pieces),
+            "how rows are packed": digest(as_bytes(self._pieces)),
         }
 
     def _pieces_in(self, sequence: int) -> Int[np.ndarray, " segments"]:
