@@ -6,10 +6,12 @@ The environment has to be set before JAX is imported, and the import hook before
 
 import atexit
 import functools
+import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -60,6 +62,8 @@ optax.GradientTransformation.__new__ = _new_optimizer  # pyright: ignore[reportA
 
 install_import_hook(["eqtrain", "models"], "beartype.beartype")
 
+from eqtrain.compiled import Compiled  # noqa: E402
+
 
 class _GetKey:
     """Returns a new key a call, the same ones in the same order in every run of a test."""
@@ -75,3 +79,20 @@ class _GetKey:
 @pytest.fixture
 def getkey() -> _GetKey:
     return _GetKey()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings() -> Iterator[None]:
+    """Frees what was compiled, at the end of a module, before Linux ends the process for it.
+
+    JAX 0.12 maps memory for each compiled program, a hundred times a test, and a process may have
+    65,530 mappings. Programs that live on, for the modules that share them, begin anew.
+    """
+    yield
+    maps, limit = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > int(limit.read_text()) // 3:
+        for program in [it for it in gc.get_objects() if isinstance(it, Compiled)]:
+            program._jits.clear()
+            program._signatures.clear()
+            program._allowed.clear()
+        jax.clear_caches()
