@@ -22,6 +22,8 @@ from benchmarks import datasets
 # post 300.
 BUCKETS = {"wordnet": (16, 24, 32, 64), "newsgroups": (64, 128)}
 NUM_CLASSES = {"wordnet": 25, "newsgroups": 20}
+# What the head is given: the vector of the "first" token, behind BERT's own pooler, or the "mean".
+POOLING = {"wordnet": "first", "newsgroups": "mean"}
 WARMUP = 0.1
 WEIGHT_DECAY = 0.01
 

@@ -37,7 +37,9 @@ from benchmarks.environment import environment
 from benchmarks.memory import peak_bytes
 from benchmarks.run_folder import RunFolder
 from models.bert import MINILM
-from models.bert_heads import SequenceClassifier, hugging_face
+from models.bert_heads import MeanClassifier, SequenceClassifier, hugging_face
+
+Classifier = SequenceClassifier | MeanClassifier
 
 
 def arguments() -> argparse.Namespace:
@@ -51,22 +53,27 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_model(num_classes: int, dropout: float) -> Callable[[jax.Array], SequenceClassifier]:
+def make_model(dataset: str, dropout: float) -> Callable[[jax.Array], Classifier]:
     """The function that `init` takes: MiniLM's weights, and a new head."""
     config = dataclasses.replace(MINILM, dropout=dropout, attention_dropout=dropout)
     tensors = et.interop.read(datasets.minilm())
+    num_classes = bert_data.NUM_CLASSES[dataset]
+    kind, unused = {
+        "first": (SequenceClassifier, ("position_ids",)),
+        "mean": (MeanClassifier, ("position_ids", "^pooler")),
+    }[bert_data.POOLING[dataset]]
 
-    def make(key: jax.Array) -> SequenceClassifier:
-        model = SequenceClassifier(config, num_classes, key=key)
+    def make(key: jax.Array) -> Classifier:
+        model = kind(config, num_classes, key=key)
         head = bert_data.first_head(num_classes, config.dim)
         model = eqx.tree_at(lambda model: model.head.weight, model, head.T)
         rules = hugging_face(prefix="")
-        return et.interop.load(model, tensors, rules, missing=("^head",), unused=("position_ids",))
+        return et.interop.load(model, tensors, rules, missing=("^head",), unused=unused)
 
     return make
 
 
-def loss(model: SequenceClassifier, state: Any, batch: Any, key: Any) -> Any:
+def loss(model: Classifier, state: Any, batch: Any, key: Any) -> Any:
     logits = model(batch["tokens"], batch["mask"], key=key)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     hit, weight = logits.argmax(-1) == batch["label"], batch["weight"]
@@ -108,7 +115,7 @@ def fit(
     schedule = make_schedule(total, args.learning_rate)
     train_step = make_step(schedule, args.precision, shapes=len(buckets))
 
-    def still(model: SequenceClassifier, state: Any, batch: Any, key: Any) -> Any:
+    def still(model: Classifier, state: Any, batch: Any, key: Any) -> Any:
         return loss(model, state, batch, None)  # no key, no dropout
 
     measure = et.pipe(
@@ -120,7 +127,7 @@ def fit(
         return et.fetch(et.merge(*(measure(ts, batch) for batch in batches)))
 
     start = time.perf_counter()
-    make = make_model(bert_data.NUM_CLASSES[args.dataset], args.dropout)
+    make = make_model(args.dataset, args.dropout)
     ts = train_step.init(make, key=jax.random.key(args.seed))
     jax.block_until_ready(ts.leaves)
     figures = {"init_seconds": time.perf_counter() - start}

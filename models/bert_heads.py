@@ -53,6 +53,46 @@ class SequenceClassifier(eqx.Module):
         return self.head(et.dropout(pooled_BD, self.bert.config.dropout, key=head_key))
 
 
+class MeanClassifier(eqx.Module):
+    """A BERT that gives logits for each row, from the mean of the vectors of its tokens.
+
+    For encoders of sentences, such as MiniLM: they were trained as this mean, and not as their
+    first token (Reimers and Gurevych 2019, https://arxiv.org/abs/1908.10084, section 3).
+
+    ```python
+    >>> model = eqx.filter_jit(MeanClassifier)(BERT_TINY, 3, key=jax.random.key(0))
+    >>> eqx.filter_jit(model)(jnp.array([[1, 5, 9, 2]])).shape
+    (1, 3)
+
+    ```
+    """
+
+    bert: Bert
+    head: ColumnLinear
+
+    def __init__(self, config: BertConfig, num_classes: int, *, key: PRNGKeyArray):
+        bert_key, head_key = jax.random.split(key)
+        self.bert = Bert(config, key=bert_key)
+        self.head = Linear(config.dim, num_classes, key=head_key)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        mask: Shaped[Array, "batch seq"] | None = None,
+        *,
+        types: Int[Array, "batch seq"] | None = None,
+        key: Key[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch classes"]:
+        bert_key, head_key = split_keys(key, 2)
+        x_BSD = self.bert(tokens, mask, types=types, key=bert_key)
+        seen_BS = jnp.ones(tokens.shape, bool) if mask is None else mask != 0
+        # A row of padding alone, as a last batch has, has no mean.
+        count_B = jnp.maximum(seen_BS.sum(1, dtype=jnp.float32), 1)
+        total_BD = jnp.where(seen_BS[..., None], x_BSD, 0).sum(1, dtype=jnp.float32)
+        mean_BD = (total_BD / count_B[:, None]).astype(x_BSD.dtype)
+        return self.head(et.dropout(mean_BD, self.bert.config.dropout, key=head_key))
+
+
 class TokenClassifier(eqx.Module):
     """A BERT that gives logits for each token.
 

@@ -17,7 +17,7 @@ from benchmarks.peers.served import Stepper, serve
 
 def make_stepper(batch: bert_data.Batch, dropout: float) -> Stepper:
     step = make_step(1e-4)
-    make = make_model(bert_data.NUM_CLASSES["wordnet"], dropout)
+    make = make_model("wordnet", dropout)
     return stepper_of(step, step.init(make, key=jax.random.key(0)), batch)
 
 

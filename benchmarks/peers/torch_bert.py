@@ -3,7 +3,7 @@
     python benchmarks/peers/torch_bert.py
     python benchmarks/peers/torch_bert.py --compile --limit 2000
 
-transformers' BertForSequenceClassification with sdpa attention, AdamW in its fused form, as many
+transformers' BERT with sdpa attention, AdamW in its fused form, as many
 threads as cores, and `inference_mode` in evaluation. Batches are padded to their longest row;
 with `--compile`, for `torch.compile`, to the lengths that ours are padded to, so that there are few
 shapes. Its last line is JSON. With `--serve` it is a contender of `benchmarks/compare_bert.py`.
@@ -25,14 +25,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from benchmarks import bert_data, datasets
 from benchmarks.memory import peak_bytes
 from benchmarks.peers.served import Stepper, serve
 
 
-def make_model(num_classes: int, dropout: float, compiled: bool) -> Any:
-    folder = datasets.minilm()
+class MeanClassifier(torch.nn.Module):
+    """Logits from the mean of the vectors of a row's tokens."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.bert = transformers.BertModel(config, add_pooling_layer=False)
+        self.dropout = torch.nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = torch.nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        seen = attention_mask[..., None].to(hidden.dtype)
+        mean = (hidden * seen).sum(1) / seen.sum(1)
+        return SequenceClassifierOutput(logits=self.classifier(self.dropout(mean)))
+
+
+def make_model(dataset: str, dropout: float, compiled: bool) -> Any:
+    folder, num_classes = datasets.minilm(), bert_data.NUM_CLASSES[dataset]
     config = transformers.BertConfig(
         **json.loads((folder / "config.json").read_text())
         | {
@@ -42,9 +59,13 @@ def make_model(num_classes: int, dropout: float, compiled: bool) -> Any:
             "attn_implementation": "sdpa",
         }
     )
-    model = transformers.BertForSequenceClassification(config)
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("embeddings.position_ids")
+    if bert_data.POOLING[dataset] == "mean":
+        model = MeanClassifier(config)
+        tensors = {name: value for name, value in tensors.items() if "pooler" not in name}
+    else:
+        model = transformers.BertForSequenceClassification(config)
     state = {f"bert.{name}": tensor for name, tensor in tensors.items()}
     state["classifier.weight"] = torch.from_numpy(
         bert_data.first_head(num_classes, config.hidden_size)
@@ -90,7 +111,7 @@ def take_step(model: Any, optimizer: Any, inputs: dict[str, Any]) -> tuple[Any, 
 
 
 def make_stepper(compiled: bool, batch: bert_data.Batch, dropout: float) -> Stepper:
-    model = make_model(bert_data.NUM_CLASSES["wordnet"], dropout, compiled)
+    model = make_model("wordnet", dropout, compiled)
     optimizer = make_optimizer(model, 1e-4)
     inputs = tensors_of(batch, pad=True)
 
@@ -136,7 +157,7 @@ def main() -> None:
     buckets = bert_data.BUCKETS[args.dataset]
     train, test = (rows.first(args.limit) for rows in bert_data.load(args.dataset))
     total = args.epochs * bert_data.num_batches(train, buckets, args.batch_size)
-    model = make_model(bert_data.NUM_CLASSES[args.dataset], args.dropout, args.compile)
+    model = make_model(args.dataset, args.dropout, args.compile)
     optimizer = make_optimizer(model, args.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: bert_data.learning_rate(step, total, 1.0)

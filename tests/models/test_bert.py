@@ -18,7 +18,13 @@ import eqtrain as et
 from benchmarks import datasets
 from models import bert, bert_heads
 from models.bert import BERT_TINY, MINILM, Bert, BertConfig, attend
-from models.bert_heads import MaskedLanguage, SequenceClassifier, TokenClassifier, hugging_face
+from models.bert_heads import (
+    MaskedLanguage,
+    MeanClassifier,
+    SequenceClassifier,
+    TokenClassifier,
+    hugging_face,
+)
 
 STILL = dataclasses.replace(BERT_TINY, dropout=0.0, attention_dropout=0.0)
 NOT_OURS = ("position_ids$",)
@@ -169,6 +175,46 @@ def test_heads_give_the_logits_of_transformers_and_go_back_to_them(head):
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(back[name], tensor.detach().numpy())
+
+
+def test_mean_of_the_tokens_is_classified_as_in_torch():
+    torch = pytest.importorskip("torch")
+    from benchmarks.peers import torch_bert
+
+    config = torch_config(STILL, num_labels=3, hidden_dropout_prob=0.0)
+    network: Any = torch_bert.MeanClassifier(config).eval()
+    randomise(network)
+    tensors = dict(network.named_parameters())
+    model = et.interop.load(shapes_of(MeanClassifier, STILL, 3), tensors, hugging_face())
+    tokens, mask, _ = draw_rows(STILL, 3, 8)
+    padded = np.append(mask, np.zeros((1, 8), np.float32), 0)
+
+    def logits_of(model: MeanClassifier, mask: Any) -> Any:
+        rows = jnp.asarray(np.append(tokens, tokens[:1], 0))
+        return model(rows, None if mask is None else jnp.asarray(mask))
+
+    @eqx.filter_jit
+    def ours(model: MeanClassifier) -> Any:
+        def loss(model: MeanClassifier) -> Any:
+            logits = logits_of(model, padded)
+            return (logits[:3] ** 2).sum(), logits
+
+        return eqx.filter_grad(loss, has_aux=True)(model)
+
+    inputs = {"input_ids": torch.from_numpy(tokens).long(), "attention_mask": torch.tensor(mask)}
+    expected = network(**inputs).logits
+    (expected**2).sum().backward()
+    grads, logits = ours(model)
+    assert relative(logits[:3], expected.detach().numpy()) < 1e-5
+    exported = et.interop.export(grads, hugging_face())
+    assert exported.keys() == tensors.keys()
+    largest = max(float(tensor.grad.abs().max()) for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        assert np.abs(exported[name] - tensor.grad.numpy()).max() < 1e-5 * largest, name
+    # A row of padding alone has a mean of zeros.
+    assert model.head.bias is not None
+    np.testing.assert_array_equal(logits[3], model.head.bias)
+    np.testing.assert_array_equal(logits_of(model, None), logits_of(model, np.ones((4, 8))))
 
 
 @functools.cache
