@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import math
 import os
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,8 +30,8 @@ from .restore import agreed_step, restore
 from .retention import Retention
 from .storage import Writer, orbax
 
-# Those whose last save has to be waited for at the end of the process, if nobody closed them.
-_OPEN: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+# Saves of which nobody has learnt yet how they ended: waited for at the end of the process.
+_PENDING: set[Future[None]] = set()
 
 
 class Checkpoints:
@@ -105,7 +105,6 @@ class Checkpoints:
         )
         self._writer = Writer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        _OPEN.add(self)
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order of their numbers; without one under way."""
@@ -174,6 +173,7 @@ class Checkpoints:
             raise self._failed(step, error) from error
         self._reached = step
         self._pending = self._thread.submit(self._finish, step, numbers)
+        _PENDING.add(self._pending)
 
     def _finish(self, step: int, metrics: dict[str, float]) -> None:
         """Runs in the background: waits for the save, then deletes what is not to be kept."""
@@ -272,16 +272,20 @@ class Checkpoints:
         all_succeed(self._wait_here, "save checkpoints")
 
     def _wait_here(self) -> None:
+        if self._pending is None:
+            return
+        # An interrupt here leaves it to be waited for.
+        concurrent.futures.wait([self._pending])
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        _PENDING.discard(pending)
+        pending.result()
 
     def saved(self) -> bool:
         """Whether no save is under way. It does not wait, and says nothing of errors."""
         return self._pending is None or self._pending.done()
 
     def close(self) -> None:
-        """Waits, and gives the folder free. **Raises:** as `wait` does."""
+        """Waits, and gives the folder free. **Raises:** as `wait` does, if it failed here."""
         try:
             # Of this process alone, since the others may not get here after an error.
             self._wait_here()
@@ -325,16 +329,18 @@ class Checkpoints:
 
 
 def _wait_at_exit() -> None:
-    for checkpoints in list(_OPEN):
-        try:
-            checkpoints._wait_here()
-        except Exception as error:
+    for pending in list(_PENDING):
+        error = pending.exception()
+        if error is not None:
             print(f"eqtrain: {error}", file=sys.stderr)
 
 
 # The thread pools that write are shut down before the functions of `atexit` run. What is registered
 # here comes before that; it is what the pools themselves use.
 getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)
+if hasattr(os, "register_at_fork"):
+    # A process that is forked has no thread that would end them.
+    os.register_at_fork(after_in_child=_PENDING.clear)
 
 
 def _by_name(ts: TrainState) -> dict[str, Array]:

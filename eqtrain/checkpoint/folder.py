@@ -6,8 +6,10 @@ import contextlib
 import errno
 import shutil
 import time
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from .error import CheckpointError
 from .integrity import sync_folder
@@ -15,6 +17,8 @@ from .lock import FolderLock
 from .metadata import read_metadata, steps_in
 from .retention import Retention
 from .storage import UNFINISHED
+
+T = TypeVar("T")
 
 # A checkpoint on its way out: renamed first, so that a number always stands for a whole one.
 DELETED = ".deleted"
@@ -38,7 +42,7 @@ class Folder:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(path)
             try:
-                self.clean()
+                self._clean_at_start()
             except BaseException:
                 self._lock.release()
                 raise
@@ -55,10 +59,23 @@ class Folder:
         except CheckpointError:  # which is raised when that one is to be restored
             return {}
 
+    def _clean_at_start(self) -> None:
+        try:
+            self.clean()
+        except OSError as error:
+            if any(UNFINISHED in path.name for path in self._leftovers()):
+                raise
+            # The run whose checkpoint it was went on with no more than a warning either.
+            warnings.warn(
+                "Checkpoints that are not to be kept are deleted. "
+                f"Got an error in doing so: {error} "
+                "It is tried again with each save; correct the permissions until then.",
+                stacklevel=1,
+            )
+
     def clean(self) -> None:
-        """Deletes what an unfinished save or deletion left behind."""
-        for path in self._leftovers():
-            _remove(path)
+        """Deletes what an unfinished save or deletion left behind, all that lets itself be."""
+        _each(_remove, self._leftovers())
 
     def clean_after_failure(self) -> None:
         """As `clean`, until nothing comes back.
@@ -91,16 +108,32 @@ class Folder:
         self.delete(self._metrics.keys() - self._retention.kept(self._metrics))
 
     def delete(self, steps: Iterable[int]) -> None:
-        for step in sorted(steps):
+        def delete(step: int) -> None:
             path = self._path / str(step)
             with contextlib.suppress(FileNotFoundError):  # which somebody deleted by hand
                 path.rename(path.with_name(path.name + DELETED))
             self._metrics.pop(step, None)
-        # Those too that could not be deleted an earlier time.
-        self.clean()
+
+        try:
+            _each(delete, sorted(steps))
+        finally:
+            # Those too that could not be deleted an earlier time.
+            self.clean()
 
     def release(self) -> None:
         self._lock.release()
+
+
+def _each(function: Callable[[T], None], items: Iterable[T]) -> None:
+    """Calls the function with all of them, and then raises the first error there was."""
+    errors: list[OSError] = []
+    for item in items:
+        try:
+            function(item)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _remove(path: Path) -> None:
@@ -113,7 +146,7 @@ def _remove(path: Path) -> None:
         except OSError as error:
             if not path.exists():
                 return
-            changes = error.errno in (errno.ENOENT, errno.ENOTEMPTY)
+            changes = error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY)
             if not changes or time.monotonic() > give_up:
                 raise
         time.sleep(PAUSE)

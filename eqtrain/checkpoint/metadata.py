@@ -93,7 +93,8 @@ def describe(
 
 def order_of(loader: Any) -> dict[str, Any]:
     """The settings of a loader that decide which rows form a batch, if it tells them."""
-    return dict(getattr(loader, "order", {}))
+    order = getattr(loader, "order", None)
+    return dict(order) if isinstance(order, Mapping) else {}
 
 
 def leaves_of(structure: Structure) -> tuple[Leaf, ...]:

@@ -119,10 +119,12 @@ def _shardings(template: TrainState) -> list[Any]:
 def _require_order(meta: Metadata, loader: Any) -> None:
     """Refuses a loader that would go on with other rows."""
     now = order_of(loader)
+    # A loader of another kind may tell nothing of its order.
+    names = [*meta.order, *(now.keys() - meta.order.keys())] if now and meta.order else []
     other = [
-        f"{name}={now[name]!r} in place of {saved!r}"
-        for name, saved in meta.order.items()
-        if name in now and now[name] != saved
+        f"{name}={now.get(name)!r} in place of {meta.order.get(name)!r}"
+        for name in names
+        if now.get(name) != meta.order.get(name)
     ]
     if meta.position is None or other:
         got = ", ".join(other) or "a checkpoint that was saved without a loader"

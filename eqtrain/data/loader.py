@@ -36,6 +36,11 @@ class Batches(Iterator[dict[str, np.ndarray]]):
         """The number of examples that have been handed out, from the start of the first epoch."""
         return self._loader.examples_before(self._next)
 
+    @property
+    def share(self) -> Share:
+        """The share of the loader."""
+        return self._loader.share
+
     def __next__(self) -> dict[str, np.ndarray]:
         loader = self._loader
         if loader.epochs is not None and self._next >= len(loader):

@@ -128,6 +128,13 @@ class Mixture(AbstractReader):
             )
         return values
 
+    def _later_weights(self) -> list[float]:
+        """Those of the second epoch, which a loader of one epoch may have none for."""
+        try:
+            return self.weights(1)
+        except Exception:  # raised where that epoch is read
+            return self.weights(0)
+
     def locate(self, rows: Int[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray]:
         """The source that each row is in, as a place in `names`, and which of its rows it is."""
         sources = np.searchsorted(self._ends, rows, "right")
@@ -169,7 +176,7 @@ class Mixture(AbstractReader):
         )
 
     def settings(self) -> dict[str, int]:
-        text = repr((self.names, self.weights(0), self.weights(1))).encode()
+        text = repr((self.names, self.weights(0), self._later_weights())).encode()
         own = [each.settings() for each in self._readers]
         named = zip(self.names, own, strict=True)
         return {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from jaxtyping import Int
@@ -50,18 +52,18 @@ class Packed(AbstractReader):
     def __init__(
         self,
         source: Source,
-        length: int,
+        length: SupportsIndex,
         pad: Mapping[str, Any],
         row_lengths: Any,
         split: bool,
         window: int,
     ) -> None:
+        self.length = length = operator.index(length)
         if length < 1 or window < 1:
             raise ValueError(
                 "`length` and `window` must be 1 or more. "
                 f"Got length={length} and window={window}. Use the model's context, and a few."
             )
-        self.length = length
         self._ragged = Ragged(source, pad, row_lengths, None if split else length, "pack")
         # A piece is a whole row, or what there is between two multiples of `length`.
         per_row = -(-self._ragged.row_lengths // length)
@@ -101,8 +103,12 @@ class Packed(AbstractReader):
             **self._ragged.settings(),
             "the length of sequences": self.length,
             "their number": len(self),
-            "how rows are packed": digest(as_bytes(self._pieces)),
+            "how rows are packed": self._digest,
         }
+
+    @functools.cached_property
+    def _digest(self) -> int:
+        return digest(as_bytes(self._pieces))
 
     def _pieces_in(self, sequence: int) -> Int[np.ndarray, " segments"]:
         first = int(self._ends[sequence - 1]) if sequence else 0
@@ -137,7 +143,7 @@ class Packed(AbstractReader):
 
 def pack(
     source: Source,
-    length: int,
+    length: SupportsIndex,
     *,
     pad: Mapping[str, Any],
     row_lengths: Any = None,

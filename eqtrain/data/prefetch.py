@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -19,13 +19,15 @@ from jaxtyping import PyTree
 from .loader import Batches
 from .resumable import Resumable, close_if_needed
 from .share import require_own_rows
-from .workers import WorkerBatches
+from .stack import ResumableStacks, Stacked
+from .workers import WorkerBatches, Workers
 
 
 class _Channel:
     """What the reading thread and the consumer share. It holds no reference to the consumer."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, source: Any) -> None:
+        self.source = source
         self.changed = threading.Condition()
         self.ready: deque[tuple[Any, int | None]] = deque()
         self.room = depth
@@ -34,9 +36,7 @@ class _Channel:
         self.ended = False  # nothing more will come
 
 
-def _read(
-    channel: _Channel, batches: Iterator[PyTree], place: Callable[[PyTree, bool], PyTree]
-) -> None:
+def _read(channel: _Channel, batches: Iterator[PyTree], sharding: PyTree) -> None:
     """The reading thread."""
     # Device arrays on a CPU may share the memory of NumPy's. What a loader reads is left alone, but
     # another iterator may fill the same arrays with its next batch.
@@ -54,7 +54,7 @@ def _read(
             except StopIteration:
                 return
             # Waited for, so that what goes wrong is found at this batch.
-            placed = jax.block_until_ready(place(batch, fresh))
+            placed = jax.block_until_ready(_place(batch, sharding, fresh))
             with channel.changed:
                 if channel.closed:
                     return
@@ -91,13 +91,32 @@ def _stop(channel: _Channel) -> None:
 _READING: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKeyDictionary()
 
 
-@atexit.register
 def _stop_all() -> None:
     reading = list(_READING.items())
     for _, channel in reading:
         _stop(channel)
     for thread, _ in reading:
         thread.join()
+
+
+def _source_of(batches: Any) -> Any:
+    """The loader behind batches, stacks and workers; or else `batches`."""
+    if isinstance(batches, Batches | Workers | WorkerBatches):
+        return batches._loader
+    if isinstance(batches, Stacked | ResumableStacks):
+        return _source_of(batches._batches)
+    return batches
+
+
+def _wait_for_others(channel: _Channel) -> None:
+    """Waits for threads whose iteration was left, and that still read from the same source.
+
+    Two would read from it at once, which a source with one open file does not bear.
+    """
+    for thread, other in list(_READING.items()):
+        if other.closed and other.source is channel.source:
+            if thread is not threading.current_thread():
+                thread.join()
 
 
 class Prefetch(Iterator[PyTree]):
@@ -150,7 +169,9 @@ class Prefetch(Iterator[PyTree]):
         self._closed = True
         if self._channel is not None and self._thread is not None:
             _stop(self._channel)
-            self._thread.join()
+            # The garbage collector may close this in the reading thread itself.
+            if self._thread is not threading.current_thread():
+                self._thread.join()
 
     def __enter__(self) -> Prefetch:
         return self
@@ -164,7 +185,7 @@ class Prefetch(Iterator[PyTree]):
         self.close()
 
     def _start(self) -> _Channel:
-        channel = _Channel(self._depth)
+        channel = _Channel(self._depth, _source_of(self._batches))
         batches, sharding = self._batches, self._sharding
         share = getattr(batches, "share", None)
         for one in jax.tree.leaves(sharding):
@@ -174,24 +195,27 @@ class Prefetch(Iterator[PyTree]):
                 and not one.is_fully_addressable
             ):
                 require_own_rows(one, share)
+        _wait_for_others(channel)
         iterator = batches.begin() if isinstance(batches, Resumable) else iter(batches)
         # Settings of this thread, which others do not see.
         config: Any = jax.config  # whose attributes no type checker knows
         device, x64 = config.jax_default_device, config.jax_enable_x64
 
-        def place(batch: PyTree, fresh: bool) -> PyTree:
+        def read() -> None:
             with jax.default_device(device), jax.enable_x64(x64):
-                return _place(batch, sharding, fresh)
+                _read(channel, iterator, sharding)
 
-        thread = threading.Thread(
-            target=_read, args=(channel, iterator, place), name="eqtrain-prefetch", daemon=True
-        )
+        thread = threading.Thread(target=read, name="eqtrain-prefetch", daemon=True)
         # When this object is garbage, as after a `break`.
         weakref.finalize(self, _stop, channel).atexit = False
-        _READING[thread] = channel
         self._channel, self._thread = channel, thread
         self._position = getattr(iterator, "position", None)
+        # Once more, so that it is called before what the source has registered, such as the end of
+        # processes that read.
+        atexit.unregister(_stop_all)
+        atexit.register(_stop_all)
         thread.start()
+        _READING[thread] = channel
         return channel
 
 

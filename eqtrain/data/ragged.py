@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,10 +81,11 @@ class Ragged:
 
     def settings(self) -> dict[str, int]:
         """What has to be the same in all processes and after a restart."""
-        return {
-            **self.reader.settings(),
-            "the lengths of the rows": digest(as_bytes(self.row_lengths)),
-        }
+        return {**self.reader.settings(), "the lengths of the rows": self._digest}
+
+    @functools.cached_property
+    def _digest(self) -> int:
+        return digest(as_bytes(self.row_lengths))
 
     def length_of(self, example: Example, row: int) -> int:
         """The length that the arrays in `pad` have. **Raises:** `ValueError` if they differ."""

@@ -162,10 +162,17 @@ def stack_examples(
                 {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in kind.items()}
                 for kind in (kinds[0], found)
             )
+            lengths_differ = {n: s for n, (s, _) in found.items()} != {
+                n: s for n, (s, _) in kinds[0].items()
+            }
+            advice = (
+                "Use `et.data.bucket` or `et.data.pack` for rows of several lengths."
+                if lengths_differ
+                else "Convert the values of all rows to one dtype."
+            )
             raise ValueError(
                 "All rows of a source must have the same names, shapes and dtypes. "
-                f"Got {first} for row {rows[0]} and {other} for row {row}. "
-                "Use `et.data.bucket` or `et.data.pack` for rows of several lengths."
+                f"Got {first} for row {rows[0]} and {other} for row {row}. {advice}"
             )
     return {name: np.stack([row[name] for row in arrays]) for name in kinds[0]}
 

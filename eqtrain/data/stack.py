@@ -26,6 +26,10 @@ class Stacked(Iterator[PyTree]):
     def position(self) -> Any:
         return getattr(self._batches, "position", None)
 
+    @property
+    def share(self) -> Share | None:
+        return _share_of_stacks(self._batches)
+
     def __next__(self) -> PyTree:
         group = list(itertools.islice(self._batches, self._num_batches))
         if not group:
@@ -56,9 +60,7 @@ class ResumableStacks:
 
     @property
     def share(self) -> Share | None:
-        """That of the batches, whose rows are along the dim after that of the stack."""
-        share = getattr(self._batches, "share", None)
-        return None if share is None else dataclasses.replace(share, dim=share.dim + 1)
+        return _share_of_stacks(self._batches)
 
     def begin(self) -> Stacked:
         return Stacked(self._batches.begin(), self._num_batches)
@@ -71,6 +73,12 @@ class ResumableStacks:
 
     def __iter__(self) -> Iterator[PyTree]:
         return loop(self)
+
+
+def _share_of_stacks(batches: Any) -> Share | None:
+    """That of the batches, whose rows are along the dim after that of the stack."""
+    share = getattr(batches, "share", None)
+    return None if share is None else dataclasses.replace(share, dim=share.dim + 1)
 
 
 def stack(batches: Iterable[PyTree], num_batches: int) -> Iterable[PyTree]:

@@ -55,6 +55,11 @@ class WorkerBatches(Iterator[dict[str, np.ndarray]]):
         """The number of examples that have been handed out, from the start of the first epoch."""
         return self._loader.examples_before(self._next)
 
+    @property
+    def share(self) -> Share:
+        """The share of the loader."""
+        return self._loader.share
+
     def __next__(self) -> dict[str, np.ndarray]:
         if self._batches is None:
             raise StopIteration

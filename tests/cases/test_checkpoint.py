@@ -182,9 +182,24 @@ def mixed(weight: float) -> et.data.Mixture:
         ),
         ((mixed(1.0), 4), (mixed(3.0), 4), "the names and weights of the sources="),
         (({"x": np.zeros(10)}, 4, "drop"), None, "batch_size=2 in place of 4"),
+        (
+            (et.data.bucket(TEXTS, (4, 8), pad=PAD), 4),
+            ({"x": np.zeros(40)}, 4),
+            "the number of buckets=None in place of 2",
+        ),
+        (({"x": np.zeros(40)}, 4), (mixed(1.0), 4), "the size of an epoch=40 in place of None"),
         (({"x": np.zeros(10)}, 4), None, ""),  # the same rows in the same order
     ],
-    ids=["batches of buckets", "buckets", "packs", "mixture", "dropped rows", "another batch size"],
+    ids=[
+        "batches of buckets",
+        "buckets",
+        "packs",
+        "mixture",
+        "dropped rows",
+        "no buckets",
+        "not mixed before",
+        "another batch size",
+    ],
 )
 def test_other_rows_are_refused_whatever_decides_them(tmp_path, saved, now, message):
     def loader(source: Any, batch_size: int, remainder: Any = "pad") -> et.data.Loader:
@@ -203,6 +218,30 @@ def test_other_rows_are_refused_whatever_decides_them(tmp_path, saved, now, mess
             checkpoints.restore(step.init_shapes(make), second)
             assert second.position == first.position == 4
             np.testing.assert_array_equal(second.rows(2), first.rows(1)[:2])
+
+
+def test_loaders_are_saved_whatever_their_settings_are(tmp_path):
+    longest = np.array([len(row["tokens"]) for row in TEXTS]).max()  # of numpy's own type
+    schedule = [{"a": 3.0, "b": 1.0}]
+    sources = {name: {"x": np.zeros(20)} for name in ("a", "b")}
+    by_epoch = et.data.mix(sources, lambda epoch: schedule[epoch])  # which has no second epoch
+
+    class Own:
+        """Somebody's own loader, whose `order` is another thing."""
+
+        position = 0
+        order = np.arange(5)
+
+    step = program()
+    loaders = [
+        et.data.Loader(et.data.pack(TEXTS, longest, pad=PAD), 4),
+        et.data.Loader(by_epoch, 4, epochs=1),
+        Own(),
+    ]
+    for number, loader in enumerate(loaders):
+        with Checkpoints(tmp_path / str(number)) as checkpoints:
+            checkpoints.save(init(step), loader)
+            checkpoints.restore(step.init_shapes(make), loader)
 
 
 def test_a_loader_whose_batches_are_read_by_processes_tells_its_order(tmp_path):

@@ -333,6 +333,31 @@ def test_an_old_one_that_cannot_be_deleted_stops_no_run(tmp_path, first):
         (tmp_path / "7.deleted" / "state").chmod(0o755)
 
 
+def test_one_that_cannot_be_deleted_keeps_no_other(tmp_path, first):
+    os.chown(tmp_path, 65534, -1) if os.geteuid() == 0 else None
+    with unprivileged(tmp_path):
+        with Checkpoints(tmp_path, keep_last=None) as checkpoints:
+            for step in range(5, 13):
+                checkpoints.save(at(first, step))
+            checkpoints.wait()
+        for stuck in ("7", "9"):
+            (tmp_path / stuck / "state").chmod(0o555)
+        checkpoints = Checkpoints(tmp_path, keep_last=1)
+        checkpoints.save(at(first, 13))
+        with pytest.raises(UserWarning, match="after step 13 was saved: .*Permission denied"):
+            checkpoints.close()
+        assert names(tmp_path) == {"7.deleted", "9.deleted", "13"}
+        # A run that is started again goes on with a warning, too.
+        with pytest.warns(UserWarning, match="are not to be kept .*Permission denied"):
+            checkpoints = Checkpoints(tmp_path, keep_last=1)
+        assert checkpoints.steps() == [13]
+        for stuck in ("7", "9"):
+            (tmp_path / f"{stuck}.deleted" / "state").chmod(0o755)
+        checkpoints.save(at(first, 14))
+        checkpoints.close()
+        assert names(tmp_path) == {"14"}
+
+
 def test_a_name_that_does_not_reach_the_disk_is_a_save_that_failed(tmp_path, first, monkeypatch):
     def fails(folder: Path) -> None:
         raise OSError(5, "Input/output error")
@@ -400,6 +425,42 @@ def test_a_save_that_is_the_last_line_of_a_script_is_finished(tmp_path):
     )
     assert "eqtrain: A checkpoint must reach the disk. Got an error in saving" in result.stderr
     assert steps_in(tmp_path / "other") == []
+
+
+FORKED = """
+import gc, multiprocessing, sys, warnings
+import jax, jax.numpy as jnp, optax
+import eqtrain as et
+
+warnings.simplefilter("ignore")  # JAX's and Python's, that a process with threads is forked
+
+def loss(model, state, batch, key):
+    return et.mean((batch["x"] - model) ** 2), state, {}
+
+step = et.pipe(loss, et.update(optax.sgd(0.25)), et.donate)
+ts = step.init(lambda key: jnp.zeros(20_000_000), key=jax.random.key(0))
+
+def save_last():
+    checkpoints = et.checkpoint.Checkpoints(sys.argv[1])
+    checkpoints.save(ts)
+    return checkpoints
+
+checkpoints = save_last()
+assert not checkpoints.saved(), "the save ended before the fork"
+process = multiprocessing.get_context("fork").Process(target=print)
+process.start()
+process.join(60)
+print("child", process.exitcode)
+checkpoints.close()
+"""
+
+
+def test_a_process_that_is_forked_during_a_save_ends(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "child 0" in result.stdout, result.stdout + result.stderr
+    assert steps_in(tmp_path) == [0]
 
 
 def test_a_bucket_is_refused():

@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eqtrain.data import Loader, prefetch
+from eqtrain.data import Loader, prefetch, stack
 from tests.data.processes import run_two
 from tests.data.threads import readers, wait_for
 
@@ -267,6 +267,60 @@ def test_settings_of_the_thread_that_asks_count():
         batch = next(prefetch([{"x": np.ones(2, np.float64)}]))
     assert batch["x"].devices() == {device} and batch["x"].dtype == np.float64
     assert next(prefetch([{"x": np.ones(2, np.float64)}]))["x"].dtype == np.float32
+    with jax.enable_x64(True):
+        read = next(prefetch(jnp.asarray(np.ones(2, np.float64)) for _ in range(1)))
+    assert read.dtype == np.float64
+
+
+def test_source_is_read_by_one_thread_at_a_time_whatever_was_left():
+    class File:
+        """As one with an open file: a row is where the file was told to stand."""
+
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __len__(self) -> int:
+            return 4096
+
+        def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+            self.at = row
+            time.sleep(0.002)
+            return {"id": np.array(self.at)}
+
+    loader = Loader(File(), 8, seed=1)
+    ways: list[Callable[[], Any]] = [
+        lambda: loader,
+        lambda: loader.iterate(loader.position),
+        lambda: stack(loader, 1),
+    ]
+    for turn in range(12):
+        n = loader.position // 8
+        for batch in prefetch(ways[turn % 3](), depth=2):
+            np.testing.assert_array_equal(np.ravel(batch["id"]), loader.rows(n))
+            break
+
+
+def test_reading_thread_may_close_the_iterator():
+    taken = threading.Event()
+
+    def read() -> Iterator[np.ndarray]:
+        yield np.zeros(2)
+        taken.wait(20)
+        batches.close()  # as the garbage collector may, in that thread
+        yield np.ones(2)
+
+    batches = prefetch(read())
+    next(batches)
+    taken.set()
+    wait_for(lambda: not reading_threads())
+    assert list(batches) == []
+
+
+def test_batches_and_stacks_tell_whose_rows_they_have():
+    loader = Loader(ids(8), 4, process_index=1, process_count=2)
+    assert loader.iterate().share == loader.share
+    assert stack(loader.iterate(), 2).share == stack(loader, 2).share  # pyright: ignore
+    assert stack([{"x": np.ones(1)}], 1).share is None  # pyright: ignore
 
 
 def test_depth_must_be_positive():
@@ -315,8 +369,13 @@ PROCESS = """
         auto = (jax.sharding.AxisType.Auto,) * 2
         sharding = NamedSharding(jax.make_mesh(shape, by, axis_types=auto), spec)
         batches = Loader(source, 8, **share)
-        with prefetch(stack(batches, repeat) if repeat else batches, sharding) as batches:
-            return next(batches)
+        with prefetch(stack(batches, repeat) if repeat else batches, sharding) as taken:
+            batch = next(taken)
+        # The same from an iterator of its own, as an evaluation reads.
+        batches = batches.iterate()
+        with prefetch(stack(batches, repeat) if repeat else batches, sharding) as taken:
+            assert (next(taken)["id"] == batch["id"]).all()
+        return batch
 
     # Where a model axis lies across processes, both hold the same rows, and both read them.
     for shape, by in [((1, 4), ("data", "model")), ((2, 2), ("model", "data"))]:
@@ -332,6 +391,14 @@ PROCESS = """
         for shard in batch["id"].addressable_shards:
             np.testing.assert_array_equal(shard.data, whole.batch(0)["id"][shard.index])
     # All rows in both, where each holds a half, would be twice the batch.
+    try:
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        across = jax.make_mesh((1, 4), ("data", "model"), axis_types=auto)
+        next(prefetch(Loader(source, 8).iterate(), NamedSharding(across, P("data"))))
+    except ValueError as error:
+        assert f"share {index} of 2 in process {index}" in str(error), error
+    else:
+        raise AssertionError("different rows of an iterator were taken for copies")
     try:
         first((4, 1), P("data"), process_index=0, process_count=1)
     except ValueError as error:
