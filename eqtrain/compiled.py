@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from .contribution import batch_size
+from .levels import require_positive
 from .paths import named_leaves
 from .signature import Signature, advice, changes, is_concrete, placement, signature_of, table
 from .state import Structure, TrainState, UsedStateError, require_train_state
@@ -46,7 +47,7 @@ def _is_deleted(leaf: Any) -> bool:
         return False
 
 
-def _refuse_deleted(ts: TrainState, cause: Exception | None = None) -> None:
+def refuse_deleted(ts: TrainState, cause: Exception | None = None) -> None:
     """Refuses a TrainState with a leaf that another call took, with which it shared it."""
     for name, leaf in zip(ts.structure.names, ts.leaves, strict=True):
         if _is_deleted(leaf):
@@ -78,6 +79,8 @@ class Compiled:
         donate: bool,
         max_compilations: int | None = None,
     ):
+        if max_compilations is not None:
+            require_positive("max_compilations", max_compilations, "One for each shape of a batch")
         self.name = name
         self._build = build
         self._out_shardings = out_shardings
@@ -87,6 +90,7 @@ class Compiled:
         self._signatures: list[Signature] = []
         self._allowed: set[Any] = set()
         self._calling = _Calling()
+        self._lock = threading.Lock()
 
     @property
     def compilations(self) -> int:
@@ -97,14 +101,15 @@ class Compiled:
         require_train_state(ts)
         ts.require_unused()
         jit = self._jits.get(ts.structure) or self._jit_for(ts.structure)
+        # On a mesh jaxlib ends the process at a deleted array. A state that a step made shares its
+        # arrays with copies of it, which were given others in some fields at most.
         if ts.fresh:
+            refuse_deleted(ts)
             _follow(ts, batch)
+        elif any(_is_deleted(ts.leaves[place]) for place in ts.structure.ends):
+            refuse_deleted(ts)
         if self._max_compilations is not None:
             self._refuse_new(ts, batch)
-        if _is_deleted(ts.leaves[0]) or _is_deleted(ts.leaves[-1]):
-            # On a mesh jaxlib ends the process at a deleted array. These two tell nearly always:
-            # copies share all leaves, and `replace` leaves one of the two as it is.
-            _refuse_deleted(ts)
         self._calling.arguments = (ts, batch)
         try:
             out = jit.run(ts.leaves, batch)
@@ -124,9 +129,10 @@ class Compiled:
 
     def _jit_for(self, structure: Structure) -> _Jit:
         """The jit for a structure; one that is equal to a known structure shares its jit."""
-        shared = (jit for known, jit in self._jits.items() if same_structure(known, structure))
-        jit = next(shared, None) or _Jit(self._jit(structure, self._traced(structure)))
-        self._jits[structure] = jit
+        with self._lock:
+            known = (jit for known, jit in self._jits.items() if same_structure(known, structure))
+            jit = next(known, None) or _Jit(self._jit(structure, self._traced(structure)))
+            self._jits[structure] = jit
         return jit
 
     def _jit(self, structure: Structure, function: Callable[..., Any]) -> Any:
@@ -144,32 +150,36 @@ class Compiled:
         def traced(leaves: tuple[Any, ...], batch: PyTree) -> Any:
             arguments = self._calling.arguments
             assert arguments is not None, "traced by something else than a call"
-            self._count(signature_of(*arguments))
+            signature = signature_of(*arguments)
+            self._count(signature)
             try:
                 return function(leaves, batch)
             except Exception:
-                self._signatures.pop()  # refused while it was traced: nothing was compiled
+                with self._lock:  # refused while it was traced: nothing was compiled
+                    self._signatures.remove(signature)
                 raise
 
         return traced
 
     def _count(self, signature: Signature) -> None:
         """Counts a compilation that is traced, and refuses it if it is one too many."""
-        if self._signatures:
-            self._require_allowed(signature)
-            self._warn(signature)
-        self._signatures.append(signature)
+        with self._lock:
+            if self._signatures:
+                self._require_allowed(signature)
+                self._warn(signature)
+            self._signatures.append(signature)
 
     def _note(self, signature: Signature) -> None:
         """Counts the compilation that no tracing shows: the same arrays, lying elsewhere."""
-        if signature not in self._signatures:
-            self._warn(signature)
-            self._signatures.append(signature)
+        with self._lock:
+            if signature not in self._signatures:
+                self._warn(signature)
+                self._signatures.append(signature)
 
     def _warn(self, signature: Signature) -> None:
         """Warns of a compilation after the first; a limit says that those within it are meant."""
         if self._max_compilations is None:
-            warnings.warn(self._report(signature), RecompilationWarning, stacklevel=4)
+            warnings.warn(self._report(signature), RecompilationWarning, stacklevel=3)
 
     def _refuse_new(self, ts: TrainState, batch: PyTree) -> None:
         """Refuses, before anything runs, what would be compiled once too often.
@@ -216,7 +226,7 @@ class Compiled:
         """Raises what `error` means in the terms of the caller, if that can be told."""
         if isinstance(error, UsedStateError | RecompilationError):
             return
-        _refuse_deleted(ts, error)
+        refuse_deleted(ts, error)
         for name, leaf in named_leaves(batch):
             if _is_deleted(leaf):
                 raise UsedStateError(

@@ -268,3 +268,9 @@ def pipe(loss: Callable[..., Any], *transforms: Callable[[Any], Any]) -> Any:
     for transform in transforms:
         given = transform(given)
     return given
+
+
+def require_positive(name: str, number: Any, advice: str) -> None:
+    """Refuses a setting that counts something, unless it is 1 or more."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"`{name}` must be positive, an integer. Got {number!r}. {advice}.")

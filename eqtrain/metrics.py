@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree, Shaped
 
 _M = TypeVar("_M")
@@ -34,9 +35,6 @@ class AbstractMetric(abc.ABC):
 
     The fields of a metric are arrays; as a pytree it may hold anything else in their places.
     """
-
-    # Or a number of numpy's would multiply what `__array__` gives, and not leave it to the metric.
-    __array_priority__ = 100
 
     @property
     @abc.abstractmethod
@@ -61,6 +59,11 @@ class AbstractMetric(abc.ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
+        """What numpy makes of the number."""
+        numbers = [np.asarray(x) if is_metric(x) else x for x in inputs]
+        return getattr(ufunc, method)(*numbers, **settings)
+
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
 
@@ -78,8 +81,29 @@ class _Added(AbstractMetric):
         return jax.tree.map(jnp.zeros_like, self)
 
 
+class _Linear(_Added):
+    """A metric that may be a loss, and so be scaled and added to others."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
+        """On the device a number of numpy's is one like Python's; on the host all are numbers."""
+        combine = _REFLECTED.get(ufunc) if method == "__call__" and not settings else None
+        if combine is not None and inputs[1] is self and _on_device(self, inputs[0]):
+            return getattr(self, combine)(inputs[0])
+        return super().__array_ufunc__(ufunc, method, *inputs, **settings)
+
+
+# What an operator calls of the metric on its right, whose left side is numpy's.
+_REFLECTED = {np.add: "__radd__", np.subtract: "__rsub__", np.multiply: "__rmul__"}
+
+
+def _on_device(metric: AbstractMetric, other: Any) -> bool:
+    """Whether a metric is still to be computed with, by a scalar or as part of a loss."""
+    leaf = jax.tree.leaves(metric)[0]
+    return isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and np.ndim(other) == 0)
+
+
 @_metric
-class Mean(_Added):
+class Mean(_Linear):
     """A weighted mean, kept as its total and its count.
 
     As a loss it may be scaled by a number and added to other means, each of which is divided by its
@@ -138,7 +162,7 @@ class Mean(_Added):
 
 
 @_metric
-class PerBatch(_Added):
+class PerBatch(_Linear):
     """A scalar in a loss: the mean over the leading dim of whichever batch it was computed from."""
 
     scalar: Any
@@ -155,7 +179,7 @@ class PerBatch(_Added):
 
 
 @_metric
-class Combination(_Added):
+class Combination(_Linear):
     """A sum of means with different denominators; each is divided by its own count."""
 
     terms: tuple[Any, ...]
@@ -270,8 +294,9 @@ class Min(AbstractMetric):
 
 
 def _countable(x: Any) -> Any:
-    """A boolean as 0 or 1: the sum of two as they are says whether either is true."""
-    return x.astype(int) if getattr(x, "dtype", None) == np.bool_ else x
+    """Booleans and narrow integers as wider ones, whose sums count and do not wrap around."""
+    dtype = getattr(x, "dtype", None)
+    return x.astype(integer_dtype(dtype)) if dtype is not None and dtype.kind in "biu" else x
 
 
 def _numpy_of(x: Any) -> Any:
@@ -390,7 +415,12 @@ def merge(*metrics: PyTree) -> PyTree:
         )
         for part in jax.device_get(list(metrics))
     ]
-    return functools.reduce(lambda a, b: map_metrics(lambda x, y: x.merge(y), a, b), wide)
+    first, *others = (map_metrics(_counted, part) for part in wide)
+    return functools.reduce(lambda a, b: map_metrics(lambda x, y: x.merge(y), a, b), others, first)
+
+
+def _counted(metric: Any) -> Any:
+    return jax.tree.map(_countable, metric) if isinstance(metric, _Added) else metric
 
 
 def collapse(metrics: PyTree) -> PyTree:

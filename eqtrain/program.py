@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from .compiled import Compiled, check_donated, same_structure
+from .compiled import Compiled, check_donated, refuse_deleted, same_structure
 from .inspect import Inspection, inspect_compiled
 from .levels import Level
 from .sharding.report import PlacementReport
 from .state import Structure, TrainState, require_train_state
-from .step import Step
+from .step import Step, StepError
 from .trips import Alarm, Trip, read_flag, read_trips
 
 if TYPE_CHECKING:
@@ -74,19 +75,18 @@ class Program(Level):
         return self.step.init_shapes(make, key=key)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
-        if self.step.bundles is not None:
-            self._let_go(ts)
-        return self._call(ts, batch, None)
-
-    def _let_go(self, ts: TrainState) -> None:
-        """Releases a TrainState that comes from elsewhere than a step, such as a checkpoint.
-
-        It may have been copied while it waited; without a flag, nobody else would release it.
-        """
         require_train_state(ts)
         ts.require_unused()
         if ts.fresh and ts.flag is None:
-            ts.leaves = self.step.release(ts).leaves
+            # It may have been copied while steps were held back, and without a flag nobody else
+            # would let them be taken again.
+            refuse_deleted(ts)
+            try:
+                ts.leaves = self.step.adopt(ts)
+            except StepError as error:
+                error.state = self.step.recover(ts)
+                raise
+        return self._call(ts, batch, None)
 
     def _call(
         self, ts: TrainState, batch: PyTree, call: int | None
@@ -98,8 +98,10 @@ class Program(Level):
             ts.used = f"call {call} of `{self.compiled.name}`"
             if ts.fresh:
                 check_donated(self.compiled.name, ts, leaves)
-        new = TrainState(leaves, ts.structure)
-        if alarm is not None:
+        # Of what is traced no host will see the alarm.
+        traced = isinstance(leaves[0], Tracer)
+        new = TrainState(leaves, ts.structure, fresh=traced)
+        if alarm is not None and not traced:
             new.flag = (call, alarm, None if self.step.bundles is None else batch)
             if self._look(ts.flag, new):
                 # The step before had tripped, and this one waited while it was saved.
@@ -115,7 +117,7 @@ class Program(Level):
         """
         ts.require_unused()
         if self._look(ts.flag, ts):
-            ts.leaves, ts.fresh = self.step.release(ts).leaves, True
+            ts.leaves = self.step.release(ts).leaves
         ts.flag = None
 
     def explain(
@@ -153,6 +155,7 @@ class Program(Level):
         ```
         """
         ts.require_unused()
+        refuse_deleted(ts)
         # Most runs never need it, and it takes long to import.
         from .explain.step import explain_step, make_replay
 
@@ -189,7 +192,8 @@ class Program(Level):
     def _record(self, trip: Trip, ts: TrainState, batch: PyTree) -> Trip:
         """Remembers a trip, with the bundle that it leaves; not one that was only held back."""
         if trip.causes:
-            if trip.in_a_row and self.step.bundles is not None:
+            # Without its batch, the state that the step was given is gone.
+            if trip.in_a_row and self.step.bundles is not None and batch is not None:
                 trip = dataclasses.replace(trip, bundle=self._save_bundle(trip, ts, batch))
             self._trips.append(trip)
         return trip

@@ -60,6 +60,13 @@ class Structure:
         self.names = names
         self.avals = avals
 
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The places of leaves of several fields: copies that share buffers share one of these."""
+        fields = [name.partition(".")[0].partition("[")[0] for name in self.names]
+        first = [fields.index(name) for name in ("opt_state", "key") if name in fields]
+        return tuple(sorted({0, *first, len(fields) - 1}))
+
     @property
     def shardings(self) -> tuple[Any, ...]:
         return tuple(aval.sharding for aval in self.avals)
@@ -238,7 +245,11 @@ class TrainState:
         if any(sharding is not None for sharding in shardings):
             leaves = tuple(map(jax.device_put, leaves, shardings))
         new = TrainState(leaves, self.structure, fresh=True)
-        new.flag = None if "extra" in fields else self.flag
+        if self.flag is not None and "extra" not in fields:
+            call, alarm, batch = self.flag
+            # What the step was given, for a replay bundle, is no longer to be had from this one.
+            others = fields.keys() & {"model", "state", "opt_state", "key"}
+            new.flag = (call, alarm, None if others else batch)
         return new
 
     def require_unused(self) -> None:

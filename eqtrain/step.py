@@ -94,11 +94,15 @@ class Layer:
     rank: int
     begin: Callable[[Parts], Parts]
     wrap: Callable[[Advance], Advance]
-    # On the host: the error that a trip stands for, or None; what to go on from after it, and what
-    # after a trip that the step waited to be seen.
+    # As `wrap`, for a step whose alarms no host looks at: nothing may wait for that.
+    wrap_unseen: Callable[[Advance], Advance] | None = None
+    # On the host: the error that a trip stands for, or None; what to go on from after it, what
+    # after a trip that the step waited to be seen, and what with a state from elsewhere than a
+    # step, such as a checkpoint.
     judge: Callable[[Trip], StepError | None] | None = None
     recover: Callable[[Parts], Parts] | None = None
     release: Callable[[Parts], Parts] | None = None
+    adopt: Callable[[Parts], Parts] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,15 +152,21 @@ class Step(Level):
 
         return plan_state(make, key, begin, self.layout, self.state_layout, self.is_trainable)
 
-    def run(self, parts: Parts, batch: PyTree) -> tuple[Parts, dict[str, PyTree], Alarm | None]:
-        """Takes the step (or steps): the next parts, the metrics, and the alarm."""
+    def run(
+        self, parts: Parts, batch: PyTree, *, seen: bool = True
+    ) -> tuple[Parts, dict[str, PyTree], Alarm | None]:
+        """Takes the step (or steps): the next parts, the metrics, and the alarm.
+
+        `seen` says whether a host will look at that.
+        """
 
         def looked_at(parts: Parts, batch: PyTree) -> tuple[Take, Outcome]:
             return self.advance(parts, batch, self.look)
 
         advance: Advance = looked_at
         for layer in sorted(self.layers, key=lambda layer: layer.rank):
-            advance = layer.wrap(advance)
+            wrap = layer.wrap if seen else layer.wrap_unseen or layer.wrap
+            advance = wrap(advance)
         if self.num_steps is None:
             take, outcome = advance(parts, batch)
             return take(), outcome.metrics, outcome.alarm
@@ -196,6 +206,18 @@ class Step(Level):
         """The TrainState to go on from after an error."""
         return ts.replace(extra=self._changed(ts, [layer.recover for layer in self.layers]).extra)
 
+    def adopt(self, ts: TrainState) -> tuple[Array, ...]:
+        """The leaves to go on from with a TrainState from elsewhere; no other is moved."""
+        traced = isinstance(ts.leaves[0], Tracer)  # of which no host will see an alarm
+        changes = [layer.recover if traced else layer.adopt for layer in self.layers]
+        if not any(changes):
+            return ts.leaves
+        leaves = ts.structure.pack(self._changed(ts, changes))
+        return tuple(
+            new if new is old or sharding is None else jax.device_put(new, sharding)
+            for new, old, sharding in zip(leaves, ts.leaves, ts.structure.shardings, strict=True)
+        )
+
     def release(self, ts: TrainState) -> TrainState:
         """The TrainState to go on from once the host has done what a step waited for."""
         return ts.replace(extra=self._changed(ts, [layer.release for layer in self.layers]).extra)
@@ -209,9 +231,7 @@ class Step(Level):
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         require_train_state(ts)
-        # No host looks at the alarms of a step that is not compiled, so nothing may wait for that.
-        given = self._changed(ts, [layer.recover for layer in self.layers])
-        parts, metrics, _ = self.run(given, batch)
+        parts, metrics, _ = self.run(ts.parts, batch, seen=False)
         return TrainState(ts.structure.pack(parts), ts.structure, fresh=True), metrics
 
 

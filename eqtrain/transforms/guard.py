@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from ..extras import extra
 from ..findings import Watch
-from ..levels import Link, once
+from ..levels import Link, once, require_positive
 from ..metrics import Sum, map_metrics
 from ..spikes import Spike
 from ..state import Parts
@@ -70,7 +70,8 @@ def guard(
       integer is divided by zero. All but the first watch every primitive, at the price that
       docs/guard.md gives. `()` is none.
     - `max_consecutive`: so many skipped steps in a row raise. What was dispatched in between is
-      held back.
+      held back. From a TrainState that comes from elsewhere, as from a checkpoint, they are counted
+      anew. Nothing is held back, and nobody raises, where a step is not compiled by the kit.
     - `spike`: records steps whose loss or gradients stand out, or skips them.
     - `replicas_every`: after so many steps a checksum of every array that several devices hold is
       compared. It takes `et.shard`, and a compiled step.
@@ -103,9 +104,9 @@ def guard(
     chosen = (checks,) if isinstance(checks, str) else tuple(checks)
     if unknown := [name for name in chosen if name not in CHECKS]:
         raise ValueError(f"`checks` must be of {CHECKS}. Got {unknown}. Leave out the others.")
-    _require_positive("max_consecutive", max_consecutive, "25 is usual")
+    require_positive("max_consecutive", max_consecutive, "25 is usual")
     if replicas_every is not None:
-        _require_positive("replicas_every", replicas_every, "1000 costs next to nothing")
+        require_positive("replicas_every", replicas_every, "1000 costs next to nothing")
     if bundles is not None and nonfinite == "ignore":
         raise ValueError(
             "A step that is not held back leaves no state to save. "
@@ -134,9 +135,11 @@ def guard(
             1,
             guarding.begin,
             guarding.wrap,
+            dataclasses.replace(guarding, holds=False).wrap,
             guarding.judge,
             guarding.recover,
             guarding.release,
+            guarding.adopt,
         )
         return dataclasses.replace(
             step,
@@ -151,17 +154,12 @@ def guard(
     return transform if given is None else transform(given)
 
 
-def _require_positive(name: str, number: Any, usual: str) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"`{name}` must be positive, an integer. Got {number!r}. {usual}.")
-
-
 @dataclasses.dataclass(frozen=True)
 class _Guarding:
     """What a guard does around an update. Its counts are in `extra["guard"]`.
 
     `waits` for the host to save a replay bundle: from a bad step on nothing moves, until the host
-    has seen it.
+    has seen it. `holds` is False where no host looks.
     """
 
     nonfinite: str
@@ -169,6 +167,7 @@ class _Guarding:
     spike: Spike | None
     waits: bool
     classes: tuple[str, ...]
+    holds: bool = True
 
     def begin(self, parts: Parts) -> Parts:
         counts: dict[str, Any] = {
@@ -273,6 +272,8 @@ class _Guarding:
     def _held(self, counts: dict[str, Any]) -> Bool[Array, ""]:
         """Whether nothing may move: what was dispatched before the host saw a failure."""
         held = jnp.zeros((), bool)
+        if not self.holds:
+            return held
         if self.nonfinite != "ignore":
             most = 1 if self.nonfinite == "raise" else self.max_consecutive
             held = held | (counts["in_a_row"] >= most)
@@ -290,6 +291,16 @@ class _Guarding:
         if not self.waits:
             return parts
         return _with_counts(parts, waiting=jnp.zeros_like(parts.extra["guard"]["waiting"]))
+
+    def adopt(self, parts: Parts) -> Parts:
+        """Begins to count anew; but what was to be raised is raised."""
+        if self.nonfinite == "raise" and parts.extra["guard"]["in_a_row"] > 0:
+            raise NonFiniteError(
+                "A step that fails must be seen. Got a TrainState that such a step returned, or a "
+                "copy, which no longer says what it was. Go on from `error.state`, the same with "
+                "nothing held back; give a program what it returned, and it says more."
+            )
+        return self.recover(parts)
 
     def judge(self, trip: Trip) -> StepError | None:
         if "replicas" in trip.causes:
