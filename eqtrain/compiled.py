@@ -106,8 +106,10 @@ class Compiled:
         if ts.fresh:
             refuse_deleted(ts)
             _follow(ts, batch)
-        elif any(_is_deleted(ts.leaves[place]) for place in ts.structure.ends):
-            refuse_deleted(ts)
+        else:
+            for place in ts.structure.sentinels:
+                if _is_deleted(ts.leaves[place]):
+                    refuse_deleted(ts)
         if self._max_compilations is not None:
             self._refuse_new(ts, batch)
         self._calling.arguments = (ts, batch)

@@ -61,11 +61,15 @@ class Structure:
         self.avals = avals
 
     @functools.cached_property
-    def ends(self) -> tuple[int, ...]:
-        """The places of leaves of several fields: copies that share buffers share one of these."""
+    def sentinels(self) -> tuple[int, ...]:
+        """On a mesh, the place of the first leaf of each field: copies share some field, if any.
+
+        Without one there are none, since a call with a deleted array is an error as it is.
+        """
+        if not any(self.shardings):
+            return ()
         fields = [name.partition(".")[0].partition("[")[0] for name in self.names]
-        first = [fields.index(name) for name in ("opt_state", "key") if name in fields]
-        return tuple(sorted({0, *first, len(fields) - 1}))
+        return tuple(fields.index(field) for field in dict.fromkeys(fields))
 
     @property
     def shardings(self) -> tuple[Any, ...]:

@@ -172,7 +172,7 @@ def test_a_used_state_may_be_printed(used: et.TrainState):
     assert "used up by call 2" in repr(used)
 
 
-@pytest.mark.parametrize("name", ["no mesh", "replicated", "split"])
+@pytest.mark.parametrize("name", ["no mesh", "replicated", "split", "replicated, guard"])
 def test_a_state_whose_buffers_another_name_gave_away_is_named(name: str):
     # On a mesh jaxlib would end the process.
     program, batch = program_of(*CHAINS[name]), make_batches(1)[0]
@@ -181,12 +181,29 @@ def test_a_state_whose_buffers_another_name_gave_away_is_named(name: str):
     program(ts, batch)
     with pytest.raises(et.UsedStateError, match=r"`model\.first\.bias` was deleted"):
         program(alias, batch)
-    for fields in (["step"], ["model"]):
+    with pytest.raises(et.UsedStateError, match=r"`model\.first\.bias` was deleted"):
+        program.explain(alias, batch)
+    for fields in (["step"], ["model"], ["model", "step"], ["model", "opt_state", "step", "extra"]):
         ts, _ = program(started(program), batch)
         new = {field: jax.tree.map(jnp.copy, getattr(ts, field)) for field in fields}
         program(ts.replace(**new), batch)
         with pytest.raises(et.UsedStateError, match="was deleted"):
             program(ts, batch)
+        # The other way round: a copy that was given others in these fields.
+        ts, _ = program(started(program), batch)
+        other = ts.replace(**{field: getattr(ts, field) for field in fields})
+        program(ts, batch)
+        with pytest.raises(et.UsedStateError, match="was deleted"):
+            program(other, batch)
+
+
+def test_a_state_that_was_given_away_is_named_whatever_the_batch_lies_on():
+    program, batch = program_of(*CHAINS["no mesh"]), make_batches(1)[0]
+    ts, _ = program(started(program), batch)
+    alias = jax.tree.map(lambda leaf: leaf, ts)
+    program(ts, batch)
+    with pytest.raises(et.UsedStateError, match=r"`model\.first\.bias` was deleted"):
+        program(alias, jax.device_put(batch, jax.devices()[0]))
 
 
 @pytest.mark.parametrize("name", ["no mesh", "replicated", "split"])

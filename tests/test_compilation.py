@@ -359,6 +359,33 @@ def test_a_state_follows_the_batch_to_its_device():
     assert np.array_equal(ts.model["w"], expected.model["w"])
 
 
+def test_threads_that_call_first_share_one_compilation():
+    start = threading.Barrier(4)
+
+    def call(evaluation: Any, ts: et.TrainState) -> float:
+        start.wait(60)
+        return et.fetch(evaluation(ts, rows(8)))["loss"]
+
+    ts = started(program_of())
+    for _ in range(8):
+        evaluation = et.evaluate(Counted(), max_compilations=1)
+        with ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(call, evaluation, ts) for _ in range(4)]
+            assert len({done.result() for done in calls}) == 1
+        assert evaluation.compilations == 1
+
+
+@pytest.mark.parametrize("number", [0, -1, True])
+@pytest.mark.parametrize("form", [et.jit, et.donate, et.evaluate])
+def test_a_number_of_compilations_that_is_none_is_refused(form, number):
+    with pytest.raises(ValueError, match="`max_compilations` must be positive"):
+        et.pipe(
+            Counted(),
+            *([] if form is et.evaluate else [et.update(optax.sgd(0.1))]),
+            lambda given: form(given, max_compilations=number),
+        )
+
+
 def test_a_setting_of_jax_that_changes_is_reported_as_such():
     program, limited = program_of(), program_of(max_compilations=1)
     (ts, _), (other, _) = (some(started(some), rows(8)) for some in (program, limited))

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -220,6 +221,36 @@ def test_numbers_of_numpy_may_stand_in_a_loss():
     assert float(value) == 1 + 0.5 * 4 + 2 * 20 and float(grad) == 0.5 * 2 + 2 * 2 * 2 * 5
 
 
+@pytest.mark.parametrize(
+    "metric", [et.mean(f32([2, 4])), et.Sum(f32(3)), et.Max(f32(3)), A * 2 + 0]
+)
+def test_numpy_compares_and_computes_with_metrics_as_with_numbers(metric):
+    three = np.float64(3)
+    for operate in (operator.lt, operator.le, operator.eq, operator.ge, operator.truediv):
+        for other in (np.float64(2), np.array([2.0, 3.0])):
+            for a, b, x, y in ((other, metric, other, three), (metric, other, three, other)):
+                if operate is operator.truediv and a is metric:
+                    continue  # a metric's own, or none
+                found, right = operate(a, b), operate(x, y)
+                assert type(found) is type(right)
+                np.testing.assert_array_equal(found, right)
+    np.testing.assert_array_equal(np.array([2.0, 3.0]) + metric, [5, 6])
+    total = np.float64(1)
+    total += metric
+    assert float(total) == 4
+    merged = et.merge({"it": metric})["it"]
+    assert type(np.float64(2) * merged) is np.float64 and np.float64(2) * merged == 6
+    assert np.maximum(metric, 5) == 5 and np.isfinite(metric)
+
+
+def test_an_array_of_numpy_is_no_term_of_a_loss():
+    def loss(m: Any, batch: Any) -> Any:
+        return np.array([1.0, 2.0]) + et.mean(m * batch["x"])
+
+    with pytest.raises(ValueError, match="A term added to a mean must be a scalar"):
+        et.value_and_grad(loss)(f32(2), {"x": np.array([1, 3], np.float32)})
+
+
 def test_terms_keep_their_own_denominators():
     one = 2.0 * et.Mean(f32(1), f32(1)) + et.Mean(f32(4), f32(2))
     other = 2.0 * et.Mean(f32(9), f32(4)) + et.Mean(f32(0), f32(6))
@@ -349,6 +380,12 @@ def test_sums_of_booleans_that_are_merged_by_hand_are_counts(true):
     three = et.Sum(true).merge(et.Sum(true)).merge(et.Sum(true))
     assert et.fetch(three) == 3
     assert et.fetch(et.merge(*3 * [et.Sum(true)])) == 3
+    assert et.fetch(et.merge(et.Sum(true))) == 1 and et.fetch(et.merge(et.Max(true))) is True
+
+
+def test_sums_of_narrow_integers_that_are_merged_by_hand_do_not_wrap():
+    many = et.Sum(jnp.asarray(200, jnp.uint8))
+    assert et.fetch(many.merge(many)) == et.fetch(et.merge(many, many)) == 400
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())

@@ -158,6 +158,17 @@ def test_a_run_goes_on_from_a_state_that_was_copied_while_it_waited(tmp_path, wa
     assert program.compilations == 1
 
 
+def test_no_bundle_tells_of_a_step_that_was_not(tmp_path):
+    program = et.pipe(scaled, et.update(optax.sgd(0.1)), et.guard(bundles=tmp_path), et.donate)
+    for fields, kept in (({"model": jnp.float32(555)}, False), ({"step": jnp.int32(7)}, True)):
+        ts, _ = program(start(program), {"x": np.full(4, np.nan, np.float32)})
+        ts, _ = program(ts.replace(**fields), {"x": np.ones(4, np.float32)})
+        program.check(ts)
+        assert (program.trips[-1].bundle is not None) is kept
+    read = bundle.read_bundle(program.trips[-1].bundle)
+    assert read.state["model"] == 1 and read.state["step"] == 0
+
+
 def test_a_state_on_another_device_is_released_there(tmp_path):
     guard = et.guard(bundles=tmp_path / "bad")
     program = et.pipe(scaled, et.update(optax.sgd(0.1)), guard, et.donate(max_compilations=1))
