@@ -22,7 +22,7 @@ from .compiled import Compiled, check_donated, refuse_deleted, same_structure
 from .inspect import Inspection, inspect_compiled
 from .levels import Level
 from .sharding.report import PlacementReport
-from .state import Structure, TrainState, require_train_state
+from .state import Structure, TrainState
 from .step import Step, StepError
 from .trips import Alarm, Trip, read_flag, read_trips
 
@@ -75,9 +75,8 @@ class Program(Level):
         return self.step.init_shapes(make, key=key)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
-        require_train_state(ts)
-        ts.require_unused()
-        if ts.fresh and ts.flag is None:
+        if isinstance(ts, TrainState) and ts.fresh and ts.flag is None:
+            ts.require_unused()
             # It may have been copied while steps were held back, and without a flag nobody else
             # would let them be taken again.
             refuse_deleted(ts)

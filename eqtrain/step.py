@@ -19,7 +19,7 @@ from .levels import Level, order_error
 from .paths import named_leaves
 from .sharding.placement import Layout
 from .sharding.report import PlacementReport, placement_report
-from .state import Parts, TrainState, require_train_state
+from .state import Parts, TrainState, as_arrays, require_train_state
 from .trips import Alarm, Trip
 
 
@@ -204,35 +204,38 @@ class Step(Level):
 
     def recover(self, ts: TrainState) -> TrainState:
         """The TrainState to go on from after an error."""
-        return ts.replace(extra=self._changed(ts, [layer.recover for layer in self.layers]).extra)
+        return ts.replace(extra=_changed(ts.parts, [layer.recover for layer in self.layers]).extra)
 
-    def adopt(self, ts: TrainState) -> tuple[Array, ...]:
+    def adopt(self, ts: TrainState) -> tuple[Any, ...]:
         """The leaves to go on from with a TrainState from elsewhere; no other is moved."""
         traced = isinstance(ts.leaves[0], Tracer)  # of which no host will see an alarm
         changes = [layer.recover if traced else layer.adopt for layer in self.layers]
         if not any(changes):
             return ts.leaves
-        leaves = ts.structure.pack(self._changed(ts, changes))
+        arrays = as_arrays(ts.leaves)  # it may have been on the host
+        changed = ts.structure.pack(_changed(ts.structure.unpack(arrays), changes))
         return tuple(
-            new if new is old or sharding is None else jax.device_put(new, sharding)
-            for new, old, sharding in zip(leaves, ts.leaves, ts.structure.shardings, strict=True)
+            leaf if new is array else new if sharding is None else jax.device_put(new, sharding)
+            for leaf, array, new, sharding in zip(
+                ts.leaves, arrays, changed, ts.structure.shardings, strict=True
+            )
         )
 
     def release(self, ts: TrainState) -> TrainState:
         """The TrainState to go on from once the host has done what a step waited for."""
-        return ts.replace(extra=self._changed(ts, [layer.release for layer in self.layers]).extra)
-
-    def _changed(self, ts: TrainState, changes: list[Callable[[Parts], Parts] | None]) -> Parts:
-        parts = ts.parts
-        for change in changes:
-            if change is not None:
-                parts = change(parts)
-        return parts
+        return ts.replace(extra=_changed(ts.parts, [layer.release for layer in self.layers]).extra)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         require_train_state(ts)
         parts, metrics, _ = self.run(ts.parts, batch, seen=False)
         return TrainState(ts.structure.pack(parts), ts.structure, fresh=True), metrics
+
+
+def _changed(parts: Parts, changes: list[Callable[[Parts], Parts] | None]) -> Parts:
+    for change in changes:
+        if change is not None:
+            parts = change(parts)
+    return parts
 
 
 def keep(ok: Bool[Array, ""], take: Take, old: Parts) -> Parts:

@@ -382,6 +382,18 @@ def test_nothing_is_held_back_where_no_host_looks():
     assert (float(ts.model), int(ts.step)) == (0, 4)
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize("chain", [(), (et.shard(et.mesh(data=2), batch=P("data")),)])
+def test_a_state_may_come_from_the_host(nonfinite, chain):
+    guard = et.guard(nonfinite=nonfinite)
+    program = et.pipe(loss, *chain, et.update(optax.sgd(1.0)), guard, et.jit(max_compilations=2))
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    ts, _ = program(jax.device_get(ts), GOOD)
+    ts, _ = program(jax.device_get(ts), GOOD)
+    program.check(ts)
+    assert (float(ts.model), int(ts.step)) == (-1, 2)
+
+
 def test_what_is_to_be_raised_is_raised_for_copies_too():
     guard = et.guard(nonfinite="raise")
     program = et.pipe(loss, et.update(optax.sgd(1.0)), guard, et.donate)
