@@ -213,11 +213,16 @@ class Step(Level):
         if not any(changes):
             return ts.leaves
         arrays = as_arrays(ts.leaves)  # it may have been on the host
-        changed = ts.structure.pack(_changed(ts.structure.unpack(arrays), changes))
+        parts = ts.structure.unpack(arrays)
+        extra = _changed(parts, changes).extra
+        changed = ts.structure.pack(dataclasses.replace(parts, extra=extra))
+        names, shardings = ts.structure.names, ts.structure.shardings
         return tuple(
-            leaf if new is array else new if sharding is None else jax.device_put(new, sharding)
-            for leaf, array, new, sharding in zip(
-                ts.leaves, arrays, changed, ts.structure.shardings, strict=True
+            leaf
+            if new is array or not name.startswith("extra")
+            else (new if sharding is None else jax.device_put(new, sharding))
+            for name, leaf, array, new, sharding in zip(
+                names, ts.leaves, arrays, changed, shardings, strict=True
             )
         )
 

@@ -63,9 +63,9 @@ def test_every_byte_is_donated(chain: Any):
     assert program.inspect(ts, batches[0]).donated_bytes == sum(map(bytes_a_device, ts.leaves))
     for batch in batches:
         shardings = [leaf.sharding for leaf in ts.leaves]
-        before = ts.leaves
+        given = ts
         ts, _ = program(ts, batch)
-        assert all(leaf.is_deleted() for leaf in before)
+        assert all(leaf.is_deleted() for leaf in given.leaves)
         # A sharding that a step changed would be compiled anew, and could not be donated.
         assert [leaf.sharding for leaf in ts.leaves] == shardings
     assert program.compilations == 1
