@@ -68,7 +68,7 @@ class Structure:
         """
         if not any(self.shardings):
             return ()
-        fields = [name.partition(".")[0].partition("[")[0] for name in self.names]
+        fields = [name.partition(".")[0] for name in self.names]
         return tuple(fields.index(field) for field in dict.fromkeys(fields))
 
     @property

@@ -3,10 +3,10 @@
     python benchmarks/peers/torch_bert.py
     python benchmarks/peers/torch_bert.py --compile --limit 2000
 
-transformers' BERT with sdpa attention, AdamW in its fused form, as many
-threads as cores, and `inference_mode` in evaluation. Batches are padded to their longest row;
-with `--compile`, for `torch.compile`, to the lengths that ours are padded to, so that there are few
-shapes. Its last line is JSON. With `--serve` it is a contender of `benchmarks/compare_bert.py`.
+transformers' BERT with sdpa attention, AdamW in its fused form, as many threads as cores, and
+`inference_mode` in evaluation. Batches are padded to their longest row; with `--compile`, for
+`torch.compile`, to the lengths that ours are padded to, so that there are few shapes. Its last line
+is JSON. With `--serve` it is a contender of `benchmarks/compare_bert.py`.
 """
 
 from __future__ import annotations

@@ -425,10 +425,17 @@ def test_a_save_that_is_the_last_line_of_a_script_is_finished(tmp_path):
     )
     assert "eqtrain: A checkpoint must reach the disk. Got an error in saving" in result.stderr
     assert steps_in(tmp_path / "other") == []
+    # Also where nobody holds the object any more.
+    collected = "while not checkpoints.saved(): pass\ndel checkpoints\nimport gc; gc.collect()\n"
+    limited[-1] = SAVED_LAST + collected
+    result = subprocess.run(
+        [*limited, str(tmp_path / "other")], env=environment, capture_output=True, text=True
+    )
+    assert "eqtrain: A checkpoint must reach the disk. Got an error in saving" in result.stderr
 
 
 FORKED = """
-import gc, multiprocessing, sys, warnings
+import multiprocessing, sys, warnings
 import jax, jax.numpy as jnp, optax
 import eqtrain as et
 
@@ -440,12 +447,8 @@ def loss(model, state, batch, key):
 step = et.pipe(loss, et.update(optax.sgd(0.25)), et.donate)
 ts = step.init(lambda key: jnp.zeros(20_000_000), key=jax.random.key(0))
 
-def save_last():
-    checkpoints = et.checkpoint.Checkpoints(sys.argv[1])
-    checkpoints.save(ts)
-    return checkpoints
-
-checkpoints = save_last()
+checkpoints = et.checkpoint.Checkpoints(sys.argv[1])
+checkpoints.save(ts)
 assert not checkpoints.saved(), "the save ended before the fork"
 process = multiprocessing.get_context("fork").Process(target=print)
 process.start()
