@@ -35,7 +35,8 @@ class MixturePlan(AbstractPlan):
         self.batch_size = batch_size
         self.steps_per_epoch = steps.steps_per_epoch
         self.examples_per_epoch = steps.examples_per_epoch
-        self.dropped_per_epoch = steps.dropped_per_epoch
+        # The next epoch goes on with the rows that this one has no batch for.
+        self.dropped_per_epoch = 0
         self._num_rows = num_rows
         self._first_rows = np.cumsum([0, *num_rows[:-1]])
         self._weights = weights

@@ -12,7 +12,7 @@ from tests.pages import blocks_of, run, text_of
 
 def test_code_of_the_page_runs(capsys):
     blocks = blocks_of("data.md")
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     run("data.md", blocks, {"et": et, "jax": jax, "jnp": jnp, "np": np})
     assert "padding" in capsys.readouterr().out
 

@@ -88,6 +88,7 @@ def test_example_i_is_decided_by_seed_and_i():
     assert not np.array_equal(drawn(Loader(mixture, 4, seed=4, epochs=3)), ids)
     # Dropping leaves nothing out: the next epoch goes on where the last one stopped.
     dropped = Loader(mix(sources(), {"a": 1, "b": 0, "c": 0}, epoch_size=7), 5, remainder="drop")
+    assert dropped.dropped_per_epoch == 0
     own = np.concatenate([dropped.batch(n)["id"] for n in range(4)])
     assert sorted(own[:10]) == sorted(own[10:]) == list(range(10))
 
