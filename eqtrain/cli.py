@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="take the step of a replay bundle again, on one device, and say what went wrong",
         description="Takes the step of a replay bundle again, on one device. Modules are looked "
         "for in the current folder first.",
-        epilog="example: eqtrain explain runs/bad/step-812-call-813 --loss train:loss --make train:make",
+        epilog="example: eqtrain explain runs/bad/step-8-call-9 --loss train:loss "
+        "--make train:make",
     )
     explain.add_argument("bundle", metavar="BUNDLE", help="the folder that was saved")
     explain.add_argument(

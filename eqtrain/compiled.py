@@ -47,8 +47,13 @@ def _is_deleted(leaf: Any) -> bool:
         return False
 
 
-def refuse_deleted(ts: TrainState, cause: Exception | None = None) -> None:
-    """Refuses a TrainState with a leaf that another call took, with which it shared it."""
+def require_arrays(ts: TrainState, cause: Exception | None = None) -> None:
+    """Refuses a TrainState of shapes, and one with a leaf that another call took."""
+    if isinstance(ts.leaves[0], jax.ShapeDtypeStruct):
+        raise TypeError(
+            "A TrainState must have arrays to be run. Got one of shapes, as `init_shapes` makes it "
+            "for `lower`, `inspect` and `placement`. Make one by `program.init(make, key=...)`."
+        )
     for name, leaf in zip(ts.structure.names, ts.leaves, strict=True):
         if _is_deleted(leaf):
             raise UsedStateError(
@@ -101,15 +106,15 @@ class Compiled:
         require_train_state(ts)
         ts.require_unused()
         jit = self._jits.get(ts.structure) or self._jit_for(ts.structure)
-        # On a mesh jaxlib ends the process at a deleted array. A state that a step made shares its
-        # arrays with copies of it, which were given others in some fields at most.
+        # On several devices jaxlib ends the process at a deleted array. A state that a step made
+        # shares its arrays with copies of it, which were given others in some fields at most.
         if ts.fresh:
-            refuse_deleted(ts)
+            require_arrays(ts)
             _follow(ts, batch)
         else:
             for place in ts.structure.sentinels:
                 if _is_deleted(ts.leaves[place]):
-                    refuse_deleted(ts)
+                    require_arrays(ts)
         if self._max_compilations is not None:
             self._refuse_new(ts, batch)
         self._calling.arguments = (ts, batch)
@@ -228,7 +233,7 @@ class Compiled:
         """Raises what `error` means in the terms of the caller, if that can be told."""
         if isinstance(error, UsedStateError | RecompilationError):
             return
-        refuse_deleted(ts, error)
+        require_arrays(ts, error)
         for name, leaf in named_leaves(batch):
             if _is_deleted(leaf):
                 raise UsedStateError(

@@ -60,7 +60,9 @@ class AbstractMetric(abc.ABC):
         return np.array(self.value, dtype=dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
-        """What numpy makes of the number."""
+        """What numpy makes of the number, which a tracer is not yet."""
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(inputs)):
+            return NotImplemented
         numbers = [np.asarray(x) if is_metric(x) else x for x in inputs]
         return getattr(ufunc, method)(*numbers, **settings)
 
@@ -86,9 +88,10 @@ class _Linear(_Added):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
         """On the device a number of numpy's is one like Python's; on the host all are numbers."""
-        combine = _REFLECTED.get(ufunc) if method == "__call__" and not settings else None
+        plain = method == "__call__" and not settings
+        combine = getattr(self, _REFLECTED.get(ufunc, ""), None) if plain else None
         if combine is not None and inputs[1] is self and _on_device(self, inputs[0]):
-            return getattr(self, combine)(inputs[0])
+            return combine(inputs[0])
         return super().__array_ufunc__(ufunc, method, *inputs, **settings)
 
 

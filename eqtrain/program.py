@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from .compiled import Compiled, check_donated, refuse_deleted, same_structure
+from .compiled import Compiled, check_donated, require_arrays, same_structure
 from .inspect import Inspection, inspect_compiled
 from .levels import Level
 from .sharding.report import PlacementReport
@@ -79,7 +79,7 @@ class Program(Level):
             ts.require_unused()
             # It may have been copied while steps were held back, and without a flag nobody else
             # would let them be taken again.
-            refuse_deleted(ts)
+            require_arrays(ts)
             try:
                 ts.leaves = self.step.adopt(ts)
             except StepError as error:
@@ -154,7 +154,7 @@ class Program(Level):
         ```
         """
         ts.require_unused()
-        refuse_deleted(ts)
+        require_arrays(ts)
         # Most runs never need it, and it takes long to import.
         from .explain.step import explain_step, make_replay
 

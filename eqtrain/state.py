@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree, Shaped
+from jaxtyping import Int, PyTree, Shaped
 
 from .paths import path_name
 
@@ -62,12 +62,7 @@ class Structure:
 
     @functools.cached_property
     def sentinels(self) -> tuple[int, ...]:
-        """On a mesh, the place of the first leaf of each field: copies share some field, if any.
-
-        Without one there are none, since a call with a deleted array is an error as it is.
-        """
-        if not any(self.shardings):
-            return ()
+        """The place of the first leaf of each field: copies share some whole field, if any."""
         fields = [name.partition(".")[0] for name in self.names]
         return tuple(fields.index(field) for field in dict.fromkeys(fields))
 
@@ -87,7 +82,7 @@ class Structure:
         ]
         return jax.tree.unflatten(self.treedef, flat)
 
-    def pack(self, parts: Parts) -> tuple[Array, ...]:
+    def pack(self, parts: Parts) -> tuple[Any, ...]:
         """The arrays of `parts`, which must have this structure, shapes and dtypes.
 
         **Raises:** `ValueError` that names the leaf which changed.
@@ -121,7 +116,7 @@ class _Array:
         return jax.random.wrap_key_data(leaf, impl=self.key_impl)
 
 
-def flatten(parts: Parts) -> tuple[Any, tuple[Any, ...], tuple[str, ...], tuple[Array, ...]]:
+def flatten(parts: Parts) -> tuple[Any, tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]:
     """Takes trees apart: the treedef, the static leaves, and the arrays with their names."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(parts)
     static = tuple(_Array(_key_impl(leaf)) if eqx.is_array(leaf) else leaf for _, leaf in paths)
@@ -129,12 +124,12 @@ def flatten(parts: Parts) -> tuple[Any, tuple[Any, ...], tuple[str, ...], tuple[
     return treedef, static, tuple(name for name, _ in arrays), tuple(leaf for _, leaf in arrays)
 
 
-def _key_impl(leaf: Array) -> Any:
+def _key_impl(leaf: Any) -> Any:
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_impl(leaf) if is_key else None
 
 
-def _words(leaf: Array) -> Array:
+def _words(leaf: Any) -> Any:
     return leaf if _key_impl(leaf) is None else jax.random.key_data(leaf)
 
 
@@ -151,7 +146,7 @@ def _what_changed(structure: Structure, static: tuple[Any, ...], names: tuple[st
     )
 
 
-def strong(leaf: Array) -> Array:
+def strong(leaf: Any) -> Any:
     """The same without weak type, which would compile the next step anew."""
     if not jax.typeof(leaf).weak_type:
         return leaf

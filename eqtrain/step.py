@@ -212,17 +212,21 @@ class Step(Level):
         changes = [layer.recover if traced else layer.adopt for layer in self.layers]
         if not any(changes):
             return ts.leaves
-        arrays = as_arrays(ts.leaves)  # it may have been on the host
+        in_extra = [name.startswith("extra") for name in ts.structure.names]
+        # It may have been on the host.
+        arrays = tuple(
+            as_arrays(leaf) if inside else leaf
+            for leaf, inside in zip(ts.leaves, in_extra, strict=True)
+        )
         parts = ts.structure.unpack(arrays)
         extra = _changed(parts, changes).extra
         changed = ts.structure.pack(dataclasses.replace(parts, extra=extra))
-        names, shardings = ts.structure.names, ts.structure.shardings
         return tuple(
             leaf
-            if new is array or not name.startswith("extra")
+            if new is array or not inside
             else (new if sharding is None else jax.device_put(new, sharding))
-            for name, leaf, array, new, sharding in zip(
-                names, ts.leaves, arrays, changed, shardings, strict=True
+            for leaf, array, new, inside, sharding in zip(
+                ts.leaves, arrays, changed, in_extra, ts.structure.shardings, strict=True
             )
         )
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
@@ -204,6 +205,18 @@ def test_a_state_that_was_given_away_is_named_whatever_the_batch_lies_on():
     program(ts, batch)
     with pytest.raises(et.UsedStateError, match=r"`model\.first\.bias` was deleted"):
         program(alias, jax.device_put(batch, jax.devices()[0]))
+
+
+def test_a_state_that_was_given_away_is_named_where_a_batch_alone_is_on_a_mesh():
+    # It takes the state there, and that is compiled.
+    program = program_of(*CHAINS["no mesh"], end=et.donate(max_compilations=2))
+    batch = make_batches(1)[0]
+    batch = jax.device_put(batch, NamedSharding(et.mesh(data=2), P()))
+    ts, _ = program(started(program), batch)
+    other = ts.replace(opt_state=ts.opt_state)
+    program(other, batch)
+    with pytest.raises(et.UsedStateError, match="was deleted"):
+        program(ts, batch)
 
 
 @pytest.mark.parametrize("name", ["no mesh", "replicated", "split"])

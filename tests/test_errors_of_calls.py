@@ -164,6 +164,13 @@ def test_train_state_that_was_used_up(use):
     program(later, BATCH)
 
 
+def test_shapes_in_place_of_a_train_state():
+    program, _, _ = trained()
+    for called in (program, et.evaluate(loss)):
+        with refused(TypeError, "must have arrays", "of shapes", "program.init("):
+            called(program.init_shapes(make), BATCH)
+
+
 def test_model_in_place_of_a_train_state():
     program, _, later = trained()
     wrong: Any

@@ -251,6 +251,14 @@ def test_an_array_of_numpy_is_no_term_of_a_loss():
         et.value_and_grad(loss)(f32(2), {"x": np.array([1, 3], np.float32)})
 
 
+def test_what_numpy_cannot_make_of_a_loss_is_refused_by_name():
+    def loss(m: Any, batch: Any) -> Any:
+        return np.float32(1) / et.mean(m * batch["x"])
+
+    with pytest.raises(TypeError, match="'divide'.*'Mean'"):
+        et.value_and_grad(loss)(f32(2), {"x": np.array([1, 3], np.float32)})
+
+
 def test_terms_keep_their_own_denominators():
     one = 2.0 * et.Mean(f32(1), f32(1)) + et.Mean(f32(4), f32(2))
     other = 2.0 * et.Mean(f32(9), f32(4)) + et.Mean(f32(0), f32(6))

@@ -65,7 +65,12 @@ def test_the_pipeline_form_trains_and_evaluates():
 
 @pytest.mark.parametrize(
     "parts",
-    [("et.accumulate(4),",), ("et.shard(mesh,",), ("et.guard(",), ("et.repeat(5),", "et.data.stack")],
+    [
+        ("et.accumulate(4),",),
+        ("et.shard(mesh,",),
+        ("et.guard(",),
+        ("et.repeat(5),", "et.data.stack"),
+    ],
     ids=["accumulate", "shard", "guard", "repeat"],
 )
 def test_the_pipeline_works_without_a_transform(parts: tuple[str, ...]):

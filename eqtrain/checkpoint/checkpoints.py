@@ -140,7 +140,8 @@ class Checkpoints:
         - `program`: that which made `ts`. Nothing is saved from a failed step on: the flag that the
             next call would look at is looked at here. Its transforms go into the metadata.
 
-        The step that this object saved or restored last is not saved again.
+        The step that this object saved or restored last is not written again, but forced onto the
+        disk once more.
 
         **Raises:** `NonFiniteError` as a call of `program` would; `CheckpointError` if this save
         could not begin or the one before went wrong; `ValueError` for a step that is not behind
@@ -152,6 +153,7 @@ class Checkpoints:
         step = int(ts.step)
         numbers = self._numbers(metrics)
         if step == self._reached:
+            all_succeed(lambda: self._sync(step), "save checkpoints")
             return
         latest = same_everywhere(self.latest())
         if latest is not None and step <= latest:
@@ -174,6 +176,14 @@ class Checkpoints:
         self._reached = step
         self._pending = self._thread.submit(self._finish, step, numbers)
         _PENDING.add(self._pending)
+
+    def _sync(self, step: int) -> None:
+        """Forces the name of a checkpoint onto the disk, where it failed when it was saved."""
+        if self._owned is not None:
+            try:
+                self._owned.sync()
+            except OSError as error:
+                raise self._failed(step, error) from error
 
     def _finish(self, step: int, metrics: dict[str, float]) -> None:
         """Runs in the background: waits for the save, then deletes what is not to be kept."""
@@ -261,8 +271,8 @@ class Checkpoints:
                     f"from `{self.folder}`: {error} Correct the permissions, and discard again."
                 ) from error
 
+        self._reached = None  # also where only some of them went
         all_succeed(discard, "discard checkpoints")
-        self._reached = None
 
     def wait(self) -> None:
         """Waits until the save under way is on disk. **Raises:** `CheckpointError` if it failed.

@@ -75,7 +75,8 @@ class Folder:
 
     def clean(self) -> None:
         """Deletes what an unfinished save or deletion left behind, all that lets itself be."""
-        _each(_remove, self._leftovers())
+        give_up = time.monotonic() + PATIENCE
+        _each(lambda path: _remove(path, give_up), self._leftovers())
 
     def clean_after_failure(self) -> None:
         """As `clean`, until nothing comes back.
@@ -101,6 +102,10 @@ class Folder:
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Takes note of a checkpoint that is whole, and has its name on disk."""
         self._metrics[step] = metrics
+        self.sync()
+
+    def sync(self) -> None:
+        """Forces the names of the checkpoints onto the disk."""
         sync_folder(self._path)
 
     def prune(self) -> None:
@@ -136,9 +141,8 @@ def _each(function: Callable[[T], None], items: Iterable[T]) -> None:
         raise errors[0]
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, give_up: float) -> None:
     """Deletes a folder in which somebody may still write, or hold a file open on NFS."""
-    give_up = time.monotonic() + PATIENCE
     while True:
         try:
             shutil.rmtree(path)

@@ -91,8 +91,16 @@ def _stop(channel: _Channel) -> None:
 _READING: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKeyDictionary()
 
 
+def _reading() -> list[tuple[threading.Thread, _Channel]]:
+    while True:
+        try:
+            return list(_READING.items())
+        except RuntimeError:  # another thread has just begun to read
+            continue
+
+
 def _stop_all() -> None:
-    reading = list(_READING.items())
+    reading = _reading()
     for _, channel in reading:
         _stop(channel)
     for thread, _ in reading:
@@ -113,7 +121,7 @@ def _wait_for_others(channel: _Channel) -> None:
 
     Two would read from it at once, which a source with one open file does not bear.
     """
-    for thread, other in list(_READING.items()):
+    for thread, other in _reading():
         if other.closed and other.source is channel.source:
             if thread is not threading.current_thread():
                 thread.join()

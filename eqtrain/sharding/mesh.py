@@ -28,9 +28,9 @@ def mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
     **Raises:** `ValueError` for more devices than there are, or a size that does not divide them.
 
-    **Warns:** `ThreadsWarning` for devices of one CPU that share no more threads than they are: each
-    may hold a thread while it waits in a collective, and the product that another is to compute
-    first then gets none.
+    **Warns:** `ThreadsWarning` for devices of one CPU that share no more threads than they are:
+    each may hold a thread while it waits in a collective, and the product that another is to
+    compute first then gets none.
 
     ```python
     >>> et.mesh(data=-1, model=1).axis_names

@@ -293,14 +293,16 @@ class _Guarding:
         return _with_counts(parts, waiting=jnp.zeros_like(parts.extra["guard"]["waiting"]))
 
     def adopt(self, parts: Parts) -> Parts:
-        """Begins to count anew; but what was to be raised is raised."""
-        if self.nonfinite == "raise" and parts.extra["guard"]["in_a_row"] > 0:
+        """Goes on counting with nothing held back; but what was to be raised is raised."""
+        in_a_row = parts.extra["guard"]["in_a_row"]
+        if self.nonfinite == "raise" and in_a_row > 0:
             raise NonFiniteError(
                 "A step that fails must be seen. Got a TrainState that such a step returned, or a "
                 "copy, which no longer says what it was. Go on from `error.state`, the same with "
                 "nothing held back; give a program what it returned, and it says more."
             )
-        return self.recover(parts)
+        held = in_a_row >= self.max_consecutive
+        return _with_counts(self.release(parts), in_a_row=jnp.where(held, 0, in_a_row))
 
     def judge(self, trip: Trip) -> StepError | None:
         if "replicas" in trip.causes:

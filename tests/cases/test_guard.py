@@ -204,6 +204,18 @@ def test_max_consecutive_stops_with_the_state_from_before():
     assert same(contents(left(caught)), before)
 
 
+def test_max_consecutive_counts_on_whatever_the_loop_does_between_steps():
+    program = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard(max_consecutive=3), et.donate)
+    ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))
+    for step in range(3):
+        ts, _ = program(ts, bad_at(step))
+        if step < 2:
+            program.check(ts)
+            ts = ts.replace(opt_state=ts.opt_state)
+    with pytest.raises(et.NonFiniteError, match="Got 3 steps"):
+        program.check(ts)
+
+
 def test_max_consecutive_counts_only_those_in_a_row():
     program = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard(max_consecutive=2), et.donate)
     ts = program.init(lambda key: jnp.float32(1), key=jax.random.key(0))

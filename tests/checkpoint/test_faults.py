@@ -331,6 +331,10 @@ def test_an_old_one_that_cannot_be_deleted_stops_no_run(tmp_path, first):
         with pytest.raises(CheckpointError, match="behind step 3 must go. .*Permission denied"):
             checkpoints.discard_after(3)
         (tmp_path / "7.deleted" / "state").chmod(0o755)
+        assert checkpoints.steps() == []
+        checkpoints.save(at(first, 7))  # which is gone, though not all of it
+        checkpoints.wait()
+        assert checkpoints.steps() == [7]
 
 
 def test_one_that_cannot_be_deleted_keeps_no_other(tmp_path, first):
@@ -367,9 +371,14 @@ def test_a_name_that_does_not_reach_the_disk_is_a_save_that_failed(tmp_path, fir
     checkpoints.wait()
     monkeypatch.setattr("eqtrain.checkpoint.folder.sync_folder", fails)  # as a broken disk does
     checkpoints.save(at(first, 6))
-    with pytest.raises(CheckpointError, match="in saving step 6 .*Input/output error"):
-        checkpoints.close()
+    for wait in (checkpoints.wait, lambda: checkpoints.save(at(first, 6))):  # again, as it says
+        with pytest.raises(CheckpointError, match="in saving step 6 .*Input/output error"):
+            wait()
     assert 5 in steps_in(tmp_path)  # none is deleted for one that may not be there
+    monkeypatch.undo()
+    checkpoints.save(at(first, 6))
+    checkpoints.close()
+    assert 6 in steps_in(tmp_path)
 
 
 def test_an_old_one_that_somebody_deleted_is_gone(tmp_path, first):
