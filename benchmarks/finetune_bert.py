@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
@@ -115,16 +117,28 @@ def fit(
     schedule = make_schedule(total, args.learning_rate)
     train_step = make_step(schedule, args.precision, shapes=len(buckets))
 
+    pieces = bert_data.pieces(test, buckets[-1])
+    num_classes = bert_data.NUM_CLASSES[args.dataset]
+
     def still(model: Classifier, state: Any, batch: Any, key: Any) -> Any:
-        return loss(model, state, batch, None)  # no key, no dropout
+        logits = model(batch["tokens"], batch["mask"], key=None)  # no key, no dropout
+        tokens = batch["mask"].sum(-1, dtype="float32") * batch["weight"]
+        totals = jnp.zeros((len(test), num_classes))
+        totals = totals.at[batch["text"]].add(logits * tokens[:, None])
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return et.mean(nll, where=batch["weight"]), state, {"totals": et.Sum(totals)}
 
     measure = et.pipe(
         still, et.precision(args.precision), et.evaluate(max_compilations=len(buckets))
     )
 
     def evaluate(ts: et.TrainState) -> dict[str, float]:
-        batches = bert_data.batches(test, buckets, args.batch_size)
-        return et.fetch(et.merge(*(measure(ts, batch) for batch in batches)))
+        batches = bert_data.batches(pieces.rows, buckets, args.batch_size)
+        measured = (
+            measure(ts, {**batch, "text": pieces.text_of[batch["row"]]}) for batch in batches
+        )
+        totals = et.fetch(functools.reduce(et.merge, measured))["totals"]
+        return dict(zip(("loss", "accuracy"), pieces.score(totals), strict=True))
 
     start = time.perf_counter()
     make = make_model(args.dataset, args.dropout)
