@@ -6,9 +6,11 @@
 
 Needs the extra `bench`; weights and texts are fetched once, 90 MB. The default is one epoch of
 73,858 glosses of WordNet in 25 supersenses ("noun.animal", "noun.artifact", ...), tokenised once
-and batched by length. It prints a table beside TF-IDF with a linear SVM, leaves a run folder with
-`metrics.jsonl` and `curves.png`, and its last line is JSON. `benchmarks/peers/torch_bert.py` is the
-same job in PyTorch: the same weights, batches, order and schedule.
+and batched by length. Posts of 20 Newsgroups may be longer than a row: an epoch trains on a window
+of each, and is measured on all of it, piece by piece. It prints a table beside TF-IDF with a linear
+SVM, leaves a run folder with `metrics.jsonl` and `curves.png`, and its last line is JSON.
+`benchmarks/peers/torch_bert.py` is the same job in PyTorch: the same weights, batches, order and
+schedule.
 """
 
 from __future__ import annotations
