@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,9 @@ from jaxtyping import Float, Int
 
 from benchmarks import datasets
 
-# The lengths that batches are padded to. A gloss has 17 tokens on average, a post 300.
+# The lengths that batches are padded to; longer texts are cut. A gloss has 17 tokens on average, a
+# post 300.
 BUCKETS = {"wordnet": (16, 24, 32, 64), "newsgroups": (64, 128)}
-# So many tokens of a text are read, in pieces of the longest of those lengths.
-MOST_TOKENS = {"wordnet": 64, "newsgroups": 506}
 NUM_CLASSES = {"wordnet": 25, "newsgroups": 20}
 # What the head is given: the vector of the "first" token, behind BERT's own pooler, or the "mean".
 POOLING = {"wordnet": "first", "newsgroups": "mean"}
@@ -57,47 +55,9 @@ class Rows:
         return Rows(np.concatenate(tokens), starts, self.labels[chosen])
 
 
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-    """Texts cut to rows of few enough tokens, to be measured on all that they say."""
-
-    rows: Rows
-    text_of: Int[np.ndarray, " rows"]
-    labels: Int[np.ndarray, " texts"]
-
-    def score(self, totals: Float[np.ndarray, "texts classes"]) -> tuple[float, float]:
-        """The mean loss and the accuracy, over texts.
-
-        `totals` are the logits of a text's pieces, each times its tokens, added up. Where the head
-        is on the mean of the tokens, they are those of the mean over all tokens of the text.
-        """
-        tokens = np.bincount(self.text_of, self.rows.lengths, len(self.labels))
-        logits = totals.astype(np.float64) / tokens[:, None]
-        logits -= logits.max(1, keepdims=True)
-        right = np.take_along_axis(logits, self.labels[:, None], 1)[:, 0]
-        loss = np.log(np.exp(logits).sum(1)) - right
-        return float(loss.mean()), float((logits.argmax(1) == self.labels).mean())
-
-
-def pieces(rows: Rows, length: int) -> Pieces:
-    """Cuts each text evenly, so that its pieces are no longer than `length`.
-
-    Each piece has the first and the last token of its text around it.
-    """
-    tokens, text_of = [], []
-    for text, (start, end) in enumerate(itertools.pairwise(rows.starts)):
-        first, inner, last = np.split(rows.tokens[start:end], [1, -1])
-        for part in np.array_split(inner, max(1, -(-len(inner) // (length - 2)))):
-            tokens.append(np.concatenate([first, part, last]))
-            text_of.append(text)
-    starts = np.cumsum([0, *map(len, tokens)])
-    cut = Rows(np.concatenate(tokens), starts, rows.labels[text_of])
-    return Pieces(cut, np.asarray(text_of), rows.labels)
-
-
 def load(dataset: str) -> tuple[Rows, Rows]:
     """The training and the test rows, tokenised once: they are kept in the cache folder."""
-    length = MOST_TOKENS[dataset]
+    length = max(BUCKETS[dataset])
 
     def fetch(download: Path, complete: Path) -> None:
         for split, (texts, labels) in zip(
@@ -134,27 +94,25 @@ def batches(
     """Batches of rows that are about as long, in few shapes, each row once.
 
     Rows come in an order drawn from `seed`, or in their own with None, and wait in their bucket
-    until it is full. What is left in the end is padded with rows of weight 0. Of a row that is
-    longer than the last bucket a window is drawn from `seed`, which `pieces` leaves none.
+    until it is full. What is left in the end is padded with rows of weight 0.
 
-    **Returns:** dicts of `tokens` and `mask`, int32 (rows, bucket), `label` and `row`, which row it
-    is, int32 (rows,), and `weight`, float32 (rows,).
+    **Returns:** dicts of `tokens` and `mask`, int32 (rows, bucket), `label`, int32 (rows,), and
+    `weight`, float32 (rows,).
     """
     order = np.arange(len(rows))
-    rng = None if seed is None else np.random.default_rng(seed)
-    if rng is not None:
-        rng.shuffle(order)
+    if seed is not None:
+        np.random.default_rng(seed).shuffle(order)
     bucket_of = np.searchsorted(buckets, np.minimum(rows.lengths, buckets[-1]))
     waiting: list[list[int]] = [[] for _ in buckets]
     for row in order:
         bucket = bucket_of[row]
         waiting[bucket].append(int(row))
         if len(waiting[bucket]) == batch_size:
-            yield _stack(rows, waiting[bucket], buckets[bucket], batch_size, rng)
+            yield _stack(rows, waiting[bucket], buckets[bucket], batch_size)
             waiting[bucket] = []
     for bucket, left in enumerate(waiting):
         if left:
-            yield _stack(rows, left, buckets[bucket], batch_size, rng)
+            yield _stack(rows, left, buckets[bucket], batch_size)
 
 
 def num_batches(rows: Rows, buckets: tuple[int, ...], batch_size: int) -> int:
@@ -197,33 +155,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
-def _stack(
-    rows: Rows,
-    chosen: list[int],
-    length: int,
-    batch_size: int,
-    rng: np.random.Generator | None,
-) -> Batch:
+def _stack(rows: Rows, chosen: list[int], length: int, batch_size: int) -> Batch:
     tokens, mask = np.zeros((2, batch_size, length), np.int32)
-    label, number = np.zeros((2, batch_size), np.int32)
-    weight = np.zeros(batch_size, np.float32)
+    label, weight = np.zeros(batch_size, np.int32), np.zeros(batch_size, np.float32)
     for place, row in enumerate(chosen):
-        text = _window(rows.tokens[rows.starts[row] : rows.starts[row + 1]], length, rng)
+        text = rows.tokens[rows.starts[row] : rows.starts[row + 1]][:length]
         tokens[place, : len(text)] = text
         mask[place, : len(text)] = 1
-    label[: len(chosen)], number[: len(chosen)], weight[: len(chosen)] = (
-        rows.labels[chosen],
-        chosen,
-        1,
-    )
-    return {"tokens": tokens, "mask": mask, "label": label, "row": number, "weight": weight}
-
-
-def _window(
-    text: Int[np.ndarray, " tokens"], length: int, rng: np.random.Generator | None
-) -> Int[np.ndarray, " window"]:
-    """Few enough tokens from somewhere in a text, or its first, with its own first and last."""
-    if len(text) <= length:
-        return text
-    start = 1 if rng is None else int(rng.integers(1, len(text) - length + 2))
-    return np.concatenate([text[:1], text[start : start + length - 2], text[-1:]])
+    label[: len(chosen)], weight[: len(chosen)] = rows.labels[chosen], 1
+    return {"tokens": tokens, "mask": mask, "label": label, "weight": weight}

@@ -6,18 +6,15 @@
 
 Needs the extra `bench`; weights and texts are fetched once, 90 MB. The default is one epoch of
 73,858 glosses of WordNet in 25 supersenses ("noun.animal", "noun.artifact", ...), tokenised once
-and batched by length. Posts of 20 Newsgroups may be longer than a row: an epoch trains on a window
-of each, and is measured on all of it, piece by piece. It prints a table beside TF-IDF with a linear
-SVM, leaves a run folder with `metrics.jsonl` and `curves.png`, and its last line is JSON.
-`benchmarks/peers/torch_bert.py` is the same job in PyTorch: the same weights, batches, order and
-schedule.
+and batched by length. It prints a table beside TF-IDF with a linear SVM, leaves a run folder with
+`metrics.jsonl` and `curves.png`, and its last line is JSON. `benchmarks/peers/torch_bert.py` is the
+same job in PyTorch: the same weights, batches, order and schedule.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import sys
 import time
@@ -29,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
@@ -119,28 +115,16 @@ def fit(
     schedule = make_schedule(total, args.learning_rate)
     train_step = make_step(schedule, args.precision, shapes=len(buckets))
 
-    pieces = bert_data.pieces(test, buckets[-1])
-    num_classes = bert_data.NUM_CLASSES[args.dataset]
-
     def still(model: Classifier, state: Any, batch: Any, key: Any) -> Any:
-        logits = model(batch["tokens"], batch["mask"], key=None)  # no key, no dropout
-        tokens = batch["mask"].sum(-1, dtype="float32") * batch["weight"]
-        totals = jnp.zeros((len(test), num_classes))
-        totals = totals.at[batch["text"]].add(logits * tokens[:, None])
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return et.mean(nll, where=batch["weight"]), state, {"totals": et.Sum(totals)}
+        return loss(model, state, batch, None)  # no key, no dropout
 
     measure = et.pipe(
         still, et.precision(args.precision), et.evaluate(max_compilations=len(buckets))
     )
 
     def evaluate(ts: et.TrainState) -> dict[str, float]:
-        batches = bert_data.batches(pieces.rows, buckets, args.batch_size)
-        measured = (
-            measure(ts, {**batch, "text": pieces.text_of[batch["row"]]}) for batch in batches
-        )
-        totals = et.fetch(functools.reduce(et.merge, measured))["totals"]
-        return dict(zip(("loss", "accuracy"), pieces.score(totals), strict=True))
+        batches = bert_data.batches(test, buckets, args.batch_size)
+        return et.fetch(et.merge(*(measure(ts, batch) for batch in batches)))
 
     start = time.perf_counter()
     make = make_model(args.dataset, args.dropout)
