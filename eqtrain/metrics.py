@@ -88,10 +88,9 @@ class _Linear(_Added):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
         """On the device a number of numpy's is one like Python's; on the host all are numbers."""
-        plain = method == "__call__" and not settings
-        combine = getattr(self, _REFLECTED.get(ufunc, ""), None) if plain else None
+        combine = _REFLECTED.get(ufunc) if method == "__call__" and not settings else None
         if combine is not None and inputs[1] is self and _on_device(self, inputs[0]):
-            return combine(inputs[0])
+            return getattr(self, combine)(inputs[0])
         return super().__array_ufunc__(ufunc, method, *inputs, **settings)
 
 
@@ -165,7 +164,7 @@ class Mean(_Linear):
 
 
 @_metric
-class PerBatch(_Linear):
+class PerBatch(_Added):
     """A scalar in a loss: the mean over the leading dim of whichever batch it was computed from."""
 
     scalar: Any

@@ -178,7 +178,7 @@ class Checkpoints:
         _PENDING.add(self._pending)
 
     def _sync(self, step: int) -> None:
-        """Forces the name of a checkpoint onto the disk, where it failed when it was saved."""
+        """Forces the name of a checkpoint onto the disk once more, as it may have failed."""
         if self._owned is not None:
             try:
                 self._owned.sync()
