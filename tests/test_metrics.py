@@ -253,7 +253,8 @@ def test_an_array_of_numpy_is_no_term_of_a_loss():
 
 def test_what_numpy_cannot_make_of_a_loss_is_refused_by_name():
     def loss(m: Any, batch: Any) -> Any:
-        return np.float32(1) / et.mean(m * batch["x"])
+        one: Any = np.float32(1)
+        return one / et.mean(m * batch["x"])
 
     with pytest.raises(TypeError, match="'divide'.*'Mean'"):
         et.value_and_grad(loss)(f32(2), {"x": np.array([1, 3], np.float32)})
