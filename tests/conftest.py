@@ -7,6 +7,7 @@ The environment has to be set before JAX is imported, and the import hook before
 import atexit
 import functools
 import gc
+import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -19,8 +20,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # More threads than devices, or collectives could wait for one another for ever; see `et.mesh`.
 os.environ.setdefault("NPROC", "16")
-_XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
+_XLA_FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_multi_thread_eigen=false"]
+# Small programs are compiled in one piece: to split them costs more than a second thread gives.
+_XLA_FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # XLA's older way to compile elementwise code: a third of the processor's time for all of a
+    # test. Later releases have the newer one alone, and it is tested there.
+    _XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip()
 # What one test compiled, no other compiles again, in this process or the next: a quarter of the
 # time. The folder lives as long as the run, and the first process, from which the others have its
 # name, deletes it. The key has the metadata, since tests read names from the text of a program.
@@ -36,6 +43,11 @@ import jax  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import PRNGKeyArray, install_import_hook  # noqa: E402
+
+import tests.type_checker  # noqa: E402, F401
+
+# What JAX traces and caches lives on, and to walk through it every 700 objects was a tenth.
+gc.set_threshold(50_000, 20, 50)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -60,7 +72,7 @@ def _new_optimizer(cls: type, init: Callable[..., Any], update: Callable[..., An
 # which strict promotion refuses. Only what runs inside an optimizer is exempt; our code is not.
 optax.GradientTransformation.__new__ = _new_optimizer  # pyright: ignore[reportAttributeAccessIssue]
 
-install_import_hook(["eqtrain", "models"], "beartype.beartype")
+install_import_hook(["eqtrain", "models"], "tests.type_checker.check")
 
 from eqtrain.compiled import Compiled  # noqa: E402
 
