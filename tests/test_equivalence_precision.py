@@ -36,8 +36,8 @@ LANES = 8
 ROUNDING = 1e-6
 # Later on a rounding in float32 may tip a parameter over to the next number of the narrow dtype.
 NARROW = {"bfloat16": 2**-8, "float16": 2**-11}
-# As the tests on JAX 0.10 have XLA compile (see conftest.py), two programs round float16 in different
-# places: gradients differ by 1.7e-4, a third of its rounding. As XLA compiles by default, they do not.
+# As the tests on JAX 0.10 have XLA compile (see conftest.py), two programs round float16 in
+# different places: gradients differ by 1.7e-4. As XLA compiles by default, they do not.
 _ELSEWHERE = "xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]
 SAME = {"bfloat16": ROUNDING, "float16": NARROW["float16"] if _ELSEWHERE else ROUNDING}
 # Each scale is a power of two, so that it changes no bit of what neither over- nor underflows.
