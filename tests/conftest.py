@@ -7,7 +7,6 @@ The environment has to be set before JAX is imported, and the import hook before
 import atexit
 import functools
 import gc
-import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -23,10 +22,6 @@ os.environ.setdefault("NPROC", "16")
 _XLA_FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_multi_thread_eigen=false"]
 # Small programs are compiled in one piece: to split them costs more than a second thread gives.
 _XLA_FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # XLA's older way to compile elementwise code: a third of the processor's time for all of a
-    # test. Later releases have the newer one alone, and it is tested there.
-    _XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip()
 # What one test compiled, no other compiles again, in this process or the next: a quarter of the
 # time. The folder lives as long as the run, and the first process, from which the others have its
