@@ -57,7 +57,7 @@ from jaxtyping import PyTree
 
 import eqtrain as et
 from benchmarks.environment import environment, make_cpu_devices
-from eqtrain import convolution
+from eqtrain._ops import convolve as convolution
 from models.llama import Llama, LlamaConfig
 from models.resnet import RESNET_TINY, ResNet
 

@@ -30,7 +30,7 @@ from jaxtyping import Array, PyTree
 
 import eqtrain as et
 from benchmarks.environment import make_cpu_devices
-from eqtrain.inspect import Inspection, inspect_compiled
+from eqtrain._programs.cost import Inspection, inspect_compiled
 from models.llama import Llama, LlamaConfig, tensor_parallel
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 1e-2

@@ -69,7 +69,7 @@ optax.GradientTransformation.__new__ = _new_optimizer  # pyright: ignore[reportA
 
 install_import_hook(["eqtrain", "models"], "tests.type_checker.check")
 
-from eqtrain.compiled import Compiled  # noqa: E402
+from eqtrain._programs.dispatch import Compiled  # noqa: E402
 
 
 class _GetKey:

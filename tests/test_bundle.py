@@ -28,8 +28,8 @@ from jaxtyping import Array, PyTree
 from refusals import refused
 
 import eqtrain as et
-from eqtrain.bundle import Bundle, read_bundle, save_bundle
-from eqtrain.bundle_files import BundleError
+from eqtrain.bundles.bundle import Bundle, read_bundle, save_bundle
+from eqtrain.bundles.files import BundleError
 
 
 class Model(eqx.Module):
@@ -415,7 +415,7 @@ def test_leaves_of_one_name_are_refused(tmp_path: Path):
 WITHOUT = """
     import sys
     sys.modules["safetensors"] = None  # as if it were not installed
-    from eqtrain.cli import main
+    from eqtrain._cli import main
     sys.exit(main(["explain", sys.argv[1], "--loss", "a:b", "--make", "a:b"]))
 """
 PROCESS = """
@@ -426,7 +426,7 @@ PROCESS = """
     address, index, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     jax.distributed.initialize(address, num_processes=2, process_id=index)
     import eqtrain as et
-    from eqtrain.bundle import save_bundle
+    from eqtrain.bundles.bundle import save_bundle
 
     def loss(model, state, batch, key):
         return et.mean((batch["x"] @ model) ** 2), state, {}

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import eqtrain as et
-from eqtrain.bundle import save_bundle
-from eqtrain.cli import UsageError, load, main
+from eqtrain._cli import UsageError, load, main
+from eqtrain.bundles.bundle import save_bundle
 
 ROOT = Path(et.__file__).parents[1]
 TRAIN = """

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import eqtrain as et
-from eqtrain.inspect import collectives_of
+from eqtrain._programs.cost import collectives_of
 from tests.helpers import ROWS, combined_loss, error_of, make_batches, make_params, network
 
 INSIDE, OUTSIDE = "accumulate inside shard", "accumulate outside shard"

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import eqtrain as et
-from eqtrain.inspect import collectives_of
+from eqtrain._programs.cost import collectives_of
 
 SUM = """
 %sum (a: f32[], b: f32[]) -> f32[] {

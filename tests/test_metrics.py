@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
-from eqtrain.metrics import Combination
+from eqtrain._metrics import Combination
 
 # `mean`
 

@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import eqtrain as et
-from eqtrain.paths import named_leaves, path_name
-from eqtrain.varying import varying
+from eqtrain._sharding.varying import varying
+from eqtrain._util.paths import named_leaves, path_name
 from tests.optimizers import LEFT_OUT, OPTIMIZERS
 
 # 128 is where adafactor begins to factor. No two dims of a matrix are equal, so that statistics of

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import eqtrain as et
-from eqtrain.paths import named_leaves, path_name
+from eqtrain._util.paths import named_leaves, path_name
 
 
 class Pair(NamedTuple):

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..metrics import fetch
-from ..program import Program
-from ..state import TrainState
-from ..trips import read_flag
+from .._guard.trips import read_flag
+from .._metrics import fetch
+from .._programs.program import Program
+from .._state.train_state import TrainState
 from .error import CheckpointError
 from .folder import Folder
 from .metadata import Metadata, describe, read_metadata, steps_in

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ..extras import versions
-from ..levels import Level
-from ..state import Structure
+from .._core.levels import Level
+from .._state.train_state import Structure
+from .._util.extras import versions
 from .error import CheckpointError
 from .integrity import SUMS, damaged
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..state import TrainState
+from .._state.train_state import TrainState
 from .error import CheckpointError
 from .integrity import verify as verify_files
 from .metadata import META, Metadata, leaves_of, order_of, read_metadata, require_fit, require_step

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..extras import extra
+from .._util.extras import extra
 from .integrity import SUMS, checksum_lines, files_in, write_synced
 from .metadata import FILE, META
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..extras import extra
-from ..paths import named_leaves
-from ..state import kind
+from .._state.train_state import kind
+from .._util.extras import extra
+from .._util.paths import named_leaves
 
 _NAMES = {
     "F64": "float64",

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ..sharding.placement import entry_axes
+from .._sharding.placement import entry_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..frames import Frame
+from .._jaxpr.frames import Frame
 from .blame import Fault
 from .rows import RowBlame
 from .tensors import Indices, Statistics, Tensor

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool
 
-from ..jaxprs import scan_operands
+from .._jaxpr.jaxprs import scan_operands
 from .plan import Name, Scope
 from .record import Branches, Record, Snapshots
 from .words import INDEX, INF, NAN, NEW_INF

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from ..frames import Frame
+from .._jaxpr.frames import Frame
 
 # The name of a leaf; a number is the place in `Fault.iterations` of the index that belongs there.
 Name = tuple[str | int, ...]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..frames import Frame, join, user_frames
-from ..jaxprs import (
+from .._jaxpr.frames import Frame, join, user_frames
+from .._jaxpr.jaxprs import (
     called,
     is_finite_literal,
     is_literal,
@@ -21,7 +21,7 @@ from ..jaxprs import (
     needed,
     open_jaxpr,
 )
-from ..varying import vary
+from .._sharding.varying import vary
 from .indices import has_indices, index_word
 from .loops import Inside, Ran, run_cond, run_scan, run_while
 from .plan import Name, Node, Operand, Scope, Site

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ..contribution import batch_size
-from ..failures import Failure, coordinates, failures
-from ..findings import Findings
-from ..host import fetch_whole
-from ..paths import named_leaves
-from ..state import Structure, TrainState
-from ..step import Look, Step
+from .._core.contribution import batch_size
+from .._core.step import Look, Step
+from .._guard.failures import Failure, coordinates, failures
+from .._guard.findings import Findings
+from .._state.train_state import Structure, TrainState
+from .._util.host import fetch_whole
+from .._util.paths import named_leaves
 from .blame import Fault, all_faults
 from .explanation import Explanation, describe
 from .plan import Site

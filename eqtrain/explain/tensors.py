@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..metrics import accumulator_dtype
+from .._metrics import accumulator_dtype
 from .indices import beside, has_indices, starts_of
 from .words import INF, NAN, is_float, marks
 

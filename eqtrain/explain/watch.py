@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..paths import path_name
+from .._util.paths import path_name
 from .plan import Plan, Site
 from .record import Flags, Record
 from .scope import Around, Builder, Settings

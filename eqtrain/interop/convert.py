@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..state import kind
+from .._state.train_state import kind
 from .files import as_numpy
 from .leaves import named_arrays
 from .rules import Made, Rule, backward, forward, sources_of

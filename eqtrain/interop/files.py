@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..extras import extra
+from .._util.extras import extra
 
 
 def read(path: str | Path) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..paths import named_leaves, path_name
+from .._util.paths import named_leaves, path_name
 
 
 def named_arrays(

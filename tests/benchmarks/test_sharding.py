@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from benchmarks import sharding, sharding_steps
-from eqtrain.inspect import Collective, Inspection
+from eqtrain._programs.cost import Collective, Inspection
 
 ROOT = Path(__file__).parent.parent.parent
 # Set by conftest.py for this process; the script's children choose their own devices and threads.

@@ -19,8 +19,8 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
-from eqtrain.explain.classes import CLASSES
-from eqtrain.transforms import guard as guard_module
+from eqtrain._transforms import guard as guard_module
+from eqtrain.explain.record import CLASSES
 
 ROWS = 16
 BAD = {3: -1.0, 12: -2.0}

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
-from eqtrain import program as program_module
+from eqtrain._programs import program as program_module
 
 GOOD = {"x": np.ones(8, np.float32)}
 

@@ -15,8 +15,8 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
+from eqtrain._sharding.varying import vary
 from eqtrain.explain import Fault, all_faults, first_fault, statistics, watch
-from eqtrain.varying import vary
 from tests.explain.plants import BAD_ROW, DIM, ONES, PLANTS, ROWS, Plant, block, planted_line, rows
 
 AXES = ("data", "model")

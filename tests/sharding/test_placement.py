@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
-from eqtrain.sharding.placement import make_layout
+from eqtrain._sharding.placement import make_layout
 
 SHAPES = {
     "wide": (4, 8),

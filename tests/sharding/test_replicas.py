@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
-from eqtrain.sharding.replicas import checksum
+from eqtrain._guard.replicas import checksum
 
 BATCH = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)}
 

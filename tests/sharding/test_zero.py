@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import eqtrain as et
-from eqtrain.contribution import Objective
+from eqtrain._core.contribution import Objective
 
 N, ROWS, LAYERS = 4, 16, 2
 SIZES = [64, 128, 256]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 
-bundle = pytest.importorskip("eqtrain.bundle")
+bundle = pytest.importorskip("eqtrain.bundles.bundle")
 pytest.importorskip("safetensors")
 
 

@@ -1,0 +1,327 @@
+"""`shard`: runs a contribution on every device of a mesh, and sums what comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from .._core.contribution import Contribution, Objective, batch_size
+from .._core.levels import Contribute, Link, as_contribute, once, require_order
+from .._guard.findings import Findings, of_every_device
+from .._metrics import map_metrics
+from .._sharding.collectives import (
+    AbstractSums,
+    Sums,
+    gather_splits,
+    reduce_metric,
+    reduce_state,
+    splits_of,
+)
+from .._sharding.lazy import Shard
+from .._sharding.ordered import OrderedSums, refuse_collectives, require_power_of_two
+from .._sharding.placement import Layout, Placement, make_layout, replicate
+from .._sharding.varying import vary, varying
+from .._util.paths import named_leaves
+from .accumulate import accumulate
+
+
+def shard(
+    mesh: Mesh,
+    *,
+    batch: PyTree,
+    model: Placement | PyTree | Callable[..., Any] | None = None,
+    order: str | None = None,
+) -> Callable[[Any], Contribute]:
+    """Runs a Loss or Contribute on every device of `mesh`, each on its rows of the batch.
+
+    Gradients, losses and metrics are summed over the axes that split the batch by one psum a call,
+    in float32. A leaf that is split over one of them is gathered before (`all_gather` in the
+    compute dtype) and its gradient scattered after (`psum_scatter` in float32). Over the mesh's
+    other axes a loss must come out equal on every device, by the model's own psum.
+
+    **Arguments:**
+
+    - `mesh`: from `et.mesh`.
+    - `batch`: how the batch is split: `P("data")`, or a tree of specs that is a prefix of it.
+    - `model`: how the model lies: `et.replicate()` (unless given), `et.fsdp`, `et.rules`, a tree of
+      specs, or a function `(path, leaf) -> P`.
+    - `order`: `"tree"` adds what the devices contribute as a balanced binary tree, by `all_to_all`
+      and local sums. With `et.accumulate(n, order="tree")` inside, the same number of microbatches
+      times devices gives the same bits on any power of two of devices.
+
+    **Returns:** a Contribute.
+
+    **Raises:** `ValueError` for unknown axes at once, for dims that do not divide when traced.
+
+    ```python
+    >>> def loss(model, state, batch, key):
+    ...     return et.mean((batch["x"] @ model) ** 2), state, {}
+    >>> mesh = et.mesh(data=-1)
+    >>> contribute = et.pipe(loss, et.shard(mesh, batch=P("data"), model=et.fsdp("data")))
+
+    ```
+    """
+    layout = make_layout(mesh, batch, replicate() if model is None else model)
+    source = "et.shard(mesh, ...)"
+    require_order(order, source)
+    if order == "tree":
+        layout = _ordered(layout)
+
+    def transform(given: Any) -> Contribute:
+        inner = as_contribute(given, source)
+        once(inner, source)
+        _require_same_order(inner, order)
+        if order == "tree" and inner.order is None:
+            inner = dataclasses.replace(accumulate(1, order="tree")(inner), chain=inner.chain)
+
+        def contribute(
+            model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
+        ) -> Contribution:
+            return _contribute(layout, inner, model, state, batch, key, objective)
+
+        def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
+            return _count(layout, inner, model, state, batch, key)
+
+        return dataclasses.replace(
+            inner,
+            chain=(*inner.chain, Link(source, Contribute)),
+            wrapped=given,
+            contribute=contribute,
+            count=count,
+            layout=layout,
+            order=order,
+        )
+
+    return transform
+
+
+def _ordered(layout: Layout) -> Layout:
+    """The same layout for sums in the order of the tree, which only rows can be split for."""
+    if set(layout.batch_axes) != set(layout.example_axes):
+        raise ValueError(
+            '`order="tree"` adds runs of whole examples. '
+            f"Got a batch whose examples are split too: {layout.batch}. "
+            "Split dim 0 alone, or leave out `order`."
+        )
+    require_power_of_two(layout.batch_shards, "devices along the batch axes")
+    return dataclasses.replace(layout, batch_axes=layout.example_axes, ordered=True)
+
+
+def _require_same_order(inner: Contribute, order: str | None) -> None:
+    several = [
+        link.source
+        for link in inner.chain
+        if link.source.startswith("et.accumulate(") and link.source != "et.accumulate(1)"
+    ]
+    if several and inner.order != order:
+        raise ValueError(
+            "`accumulate` and `shard` must add in the same order, or the bits depend on the mesh. "
+            f"Got `{several[0]}` inside `et.shard(..., order={order!r})`. "
+            'Give both `order="tree"`, or neither.'
+        )
+
+
+def _sums(layout: Layout) -> AbstractSums:
+    if layout.ordered:
+        return OrderedSums(layout.batch_axes, dict(layout.mesh.shape))
+    return Sums(layout.batch_axes)
+
+
+def _contribute(
+    layout: Layout,
+    inner: Contribute,
+    model: PyTree,
+    state: PyTree,
+    batch: PyTree,
+    key: Any,
+    objective: Objective,
+) -> Contribution:
+    arrays = eqx.filter(model, eqx.is_array)
+    specs = layout.model_specs(arrays)
+    trainable = _trainable_indices(arrays, objective.trainable)
+    grad_specs = objective.grad_specs or tuple(specs[index] for index in trainable)
+    outer_state, static_state = eqx.partition(state, eqx.is_array)
+
+    def local(
+        leaves: list[Array], state: PyTree, batch: PyTree, key: Array, weights: Any, scale: Any
+    ) -> tuple[list[Array], tuple[PyTree, PyTree, PyTree], Findings | None]:
+        seen = _as_seen(layout, inner, model, leaves, specs, trainable)
+        whole_state = eqx.combine(state, static_state)
+        if layout.ordered:
+            _refuse_order(layout, inner, seen, whole_state, batch, key)
+        contribution = inner.contribute(
+            seen,
+            whole_state,
+            batch,
+            key,
+            dataclasses.replace(objective, weights=weights, scale=scale, grad_specs=None),
+        )
+        sums = _sums(layout)
+        lazy = [isinstance(leaf, Shard) for leaf in _array_nodes(seen)]
+        grads = []
+        for index, grad, spec in zip(
+            trainable, jax.tree.leaves(contribution.grads), grad_specs, strict=True
+        ):
+            splits = splits_of(spec, grad.ndim, layout.batch_axes)
+            done = splits_of(specs[index], grad.ndim, layout.batch_axes) if lazy[index] else ()
+            grads.append(sums.add(grad, splits, done))
+        loss = _reduce_metrics(layout, "loss", contribution.loss, sums)
+        metrics = _reduce_metrics(layout, "metrics", contribution.metrics, sums)
+        new_state = _reduce_state(layout, contribution.state, sums)
+        sums.run()
+        findings = of_every_device(contribution.findings, layout.mesh.axis_names)
+        reduced = jax.tree.map(lambda x: x(), (loss, new_state, metrics))
+        return [grad() for grad in grads], reduced, findings
+
+    grads, (loss, new_state, metrics), findings = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(specs, P(), *_data_specs(layout, batch), P(), P()),
+        out_specs=(list(grad_specs), P(), P(layout.mesh.axis_names)),
+        check_vma=True,
+    )(jax.tree.leaves(arrays), outer_state, batch, key, objective.weights, objective.scale)
+    return Contribution(
+        _unflatten_grads(arrays, trainable, grads, objective),
+        loss,
+        eqx.combine(new_state, static_state),
+        metrics,
+        findings,
+    )
+
+
+def _count(
+    layout: Layout, inner: Contribute, model: PyTree, state: PyTree, batch: PyTree, key: Any
+) -> tuple[tuple[Array, ...], PyTree]:
+    arrays = eqx.filter(model, eqx.is_array)
+    specs = layout.model_specs(arrays)
+    outer_state, static_state = eqx.partition(state, eqx.is_array)
+
+    def local(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
+        seen = _as_seen(layout, inner, model, leaves, specs, [])
+        counts, new_state = inner.count(seen, eqx.combine(state, static_state), batch, key)
+        sums = _sums(layout)
+        later = [sums.add(count) for count in counts]
+        reduced = _reduce_state(layout, new_state, sums)
+        sums.run()
+        return tuple(count() for count in later), jax.tree.map(lambda x: x(), reduced)
+
+    counts, new_state = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(specs, P(), *_data_specs(layout, batch)),
+        out_specs=P(),
+        check_vma=True,
+    )(jax.tree.leaves(arrays), outer_state, batch, key)
+    return counts, eqx.combine(new_state, static_state)
+
+
+def _as_seen(
+    layout: Layout,
+    inner: Contribute,
+    model: PyTree,
+    leaves: list[Array],
+    specs: list[P],
+    trainable: list[int],
+) -> PyTree:
+    """The model as the loss sees it on this device, from this device's shards of its arrays."""
+    flat, treedef = jax.tree.flatten(model)
+    names = [name for name, leaf in named_leaves(model) if eqx.is_array(leaf)]
+    seen = []
+    for index, (name, leaf, spec) in enumerate(zip(names, leaves, specs, strict=True)):
+        splits = splits_of(spec, leaf.ndim, layout.batch_axes)
+        lazy = bool(splits) and layout.placement.lazy(name)
+        if lazy and layout.ordered:
+            raise ValueError(
+                '`order="tree"` adds whole microbatches, and a lazy gather adds over devices first.'
+                f" Got `model.{name}`, placed by `et.fsdp(..., lazy=...)`. "
+                "Leave out `lazy`, or `order`."
+            )
+        if not lazy:
+            leaf = gather_splits(leaf, splits, inner.compute_dtype)
+        if index in trainable:
+            # Else `jax.grad` would sum over the batch axes inside every microbatch.
+            leaf = vary(leaf, layout.batch_axes)
+        seen.append(Shard(leaf, f"model.{name}", splits) if lazy else leaf)
+    arrays = iter(seen)
+    return treedef.unflatten([next(arrays) if eqx.is_array(leaf) else leaf for leaf in flat])
+
+
+def _array_nodes(model: PyTree) -> list[Any]:
+    nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, Shard))
+    return [node for node in nodes if isinstance(node, Shard) or eqx.is_array(node)]
+
+
+def _refuse_order(
+    layout: Layout, inner: Contribute, seen: PyTree, state: PyTree, batch: PyTree, key: Array
+) -> None:
+    """Refuses a loss that communicates by itself over the batch axes."""
+    arrays, static = eqx.partition((seen, state), eqx.is_array)
+
+    def run(arrays: PyTree, batch: PyTree, key: Array) -> Any:
+        model, state = eqx.combine(arrays, static)
+        return eqx.filter(inner.count(model, state, batch, key), eqx.is_array)
+
+    refuse_collectives(run, (arrays, batch, key), layout.batch_axes)
+
+
+def _data_specs(layout: Layout, batch: PyTree) -> tuple[PyTree, P]:
+    batch_size(batch)
+    arrays = jax.tree.map(jnp.asarray, batch)
+    specs = jax.tree.unflatten(jax.tree.structure(arrays), layout.batch_specs(arrays))
+    return specs, P(layout.example_axes)
+
+
+def _trainable_indices(arrays: PyTree, trainable: PyTree | None) -> list[int]:
+    """Which of the leaves of `arrays` are to be differentiated."""
+    if trainable is None:
+        return []
+    leaves, treedef = jax.tree.flatten(arrays)
+    return jax.tree.leaves(eqx.filter(treedef.unflatten(range(len(leaves))), trainable))
+
+
+def _unflatten_grads(
+    arrays: PyTree, trainable: list[int], grads: list[Array], objective: Objective
+) -> PyTree:
+    if objective.trainable is None:
+        return None
+    leaves: list[Array | None] = [None] * len(jax.tree.leaves(arrays))
+    for index, grad in zip(trainable, grads, strict=True):
+        leaves[index] = grad
+    return jax.tree.unflatten(jax.tree.structure(arrays), leaves)
+
+
+def _reduce_metrics(layout: Layout, what: str, metrics: PyTree, sums: AbstractSums) -> PyTree:
+    for name, leaf in named_leaves(metrics):
+        _require_equal_over_model_axes(layout, f"{what}.{name}", leaf)
+    return map_metrics(lambda metric: reduce_metric(metric, layout.batch_axes, sums), metrics)
+
+
+def _reduce_state(layout: Layout, state: PyTree, sums: AbstractSums) -> PyTree:
+    size = math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes)
+    arrays = eqx.filter(state, eqx.is_array)
+    later = []
+    for name, leaf in named_leaves(arrays):
+        _require_equal_over_model_axes(layout, f"state.{name}", leaf)
+        later.append(reduce_state(name, leaf, layout.batch_axes, size, sums))
+    return jax.tree.unflatten(jax.tree.structure(arrays), later)
+
+
+def _require_equal_over_model_axes(layout: Layout, name: str, leaf: Any) -> None:
+    extra = varying(leaf) - set(layout.batch_axes)
+    if extra:
+        axes = ", ".join(f"`{axis}`" for axis in sorted(extra))
+        raise ValueError(
+            f"A loss must come out equal along the mesh axes that do not split the batch. "
+            f"Got `{name}`, which varies over {axes}. "
+            f"Add the missing `jax.lax.psum(..., {sorted(extra)[0]!r})` where the model joins what "
+            f"its shards computed; or, if {axes} splits the batch, name it in `batch=`."
+        )
