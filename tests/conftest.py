@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,19 @@ optax.GradientTransformation.__new__ = _new_optimizer  # pyright: ignore[reportA
 install_import_hook(["eqtrain", "models"], "tests.type_checker.check")
 
 from eqtrain._programs.dispatch import Compiled  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="I/N", help="only the I-th of N parts of the tests, from 0")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps one part of the tests, chosen by their names: the same in every process and run."""
+    if given := config.getoption("--slice"):
+        index, parts = map(int, given.split("/"))
+        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == index % parts]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
 
 class _GetKey:
