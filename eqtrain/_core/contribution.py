@@ -32,7 +32,6 @@ from .._metrics import (
     is_metric,
     map_metrics,
 )
-from .._sharding.varying import vary, varying
 from .._util.paths import named_leaves, path_name
 
 
@@ -70,7 +69,8 @@ class Objective:
     or None for the loss and metrics alone. `grad_specs` says how `shard` is to leave the gradient
     of each trainable leaf, if not as the leaf lies. `checks` asks for what the loss's checks were
     given, or leaves them out, where None leaves them as they are; `watch` looks on while it is
-    differentiated.
+    differentiated. `copies` is the number of devices that compute the same total, along the model
+    axes of a mesh: each stands for that share of it.
     """
 
     trainable: PyTree | None = None
@@ -79,6 +79,7 @@ class Objective:
     grad_specs: tuple[P, ...] | None = None
     checks: bool | None = None
     watch: Watch | None = None
+    copies: int = 1
 
 
 def mean_grads(contribution: Contribution, objective: Objective) -> PyTree:
@@ -193,7 +194,9 @@ def run_loss(
     **Raises:** `TypeError` or `ValueError` that says what a loss returns and what came instead.
     """
     before = _kinds(state)
-    returned = _call(loss_fn, model, state, batch, key)
+    # A copy, since an `eqx.nn.State` refuses to be used twice.
+    leaves, treedef = jax.tree.flatten(state)
+    returned = loss_fn(model, treedef.unflatten(leaves), batch, key)
     if not (isinstance(returned, tuple) and len(returned) == 3):
         got = (
             f"a tuple of {len(returned)}"
@@ -208,27 +211,6 @@ def run_loss(
     loss, new_state, metrics = returned
     _check_state(before, _kinds(new_state))
     return loss_terms(loss, batch), new_state, _check_metrics(metrics)
-
-
-def _call(
-    loss_fn: Callable[..., Any],
-    model: PyTree,
-    state: PyTree,
-    batch: PyTree,
-    key: Shaped[Any, "..."],
-) -> Any:
-    """Calls a loss on a copy of the state: an `eqx.nn.State` refuses to be used twice."""
-    leaves, treedef = jax.tree.flatten(state)
-    try:
-        return loss_fn(model, treedef.unflatten(leaves), batch, key)
-    except ValueError as error:
-        # `eqx.nn.State.set` refuses a value that varies over a mesh axis where the old one does
-        # not, which is how statistics of one device's rows come about. So let the old one vary.
-        axes = frozenset[str]().union(*map(varying, jax.tree.leaves((batch, key))))
-        if "Old and new values have different" not in str(error) or not axes:
-            raise
-    varied = [vary(leaf, axes) if eqx.is_array(leaf) else leaf for leaf in leaves]
-    return loss_fn(model, treedef.unflatten(varied), batch, key)
 
 
 def _kinds(state: PyTree) -> dict[str, str]:
@@ -352,7 +334,7 @@ def _weighted(loss: Combination, objective: Objective) -> Float[Array, ""]:
     weighted = functools.reduce(lambda a, b: a + b, totals)
     if objective.scale is not None:
         weighted = weighted * objective.scale.astype(weighted.dtype)
-    return weighted
+    return weighted / objective.copies
 
 
 def count_terms(

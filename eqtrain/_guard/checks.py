@@ -27,7 +27,6 @@ from jaxtyping import Array, PyTree
 
 from .._jaxpr.frames import Frame, user_frames
 from .._jaxpr.jaxprs import scan_operands
-from .._sharding.varying import vary, varying
 
 # What a check was given: whether it failed, its number, and the values in its message.
 Given = tuple[Array, ...]
@@ -283,7 +282,7 @@ def _cond(branches: Any, values: list[Any], found: _Found) -> list[Any]:
 
 def _nothing(shapes: PyTree) -> PyTree:
     """What checks that were not met were given, of the same types."""
-    return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying(x)), shapes)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _as(given: PyTree, shapes: PyTree) -> PyTree:

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._jaxpr.frames import Frame
 from .._sharding.ordered import AbstractStacked
-from .._sharding.varying import vary
 from .checks import CheckSite
 
 
@@ -89,8 +88,3 @@ def of_one_microbatch(
         return None
     checks, flags = jax.tree.map(lambda x: x[None, None], (checks, flags))
     return Findings(checks, sites, flags, rows)
-
-
-def of_every_device(findings: Findings | None, axes: tuple[str, ...]) -> Findings | None:
-    """Findings inside `shard_map`, which differ from device to device."""
-    return jax.tree.map(lambda x: vary(x, axes), findings)

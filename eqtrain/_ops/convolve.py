@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._sharding.varying import vary, varying
 from .matmul import matmul
 
 
@@ -60,9 +59,7 @@ def convolve(
         # windows, which are few. GPUs' libraries make such a product of it anyhow.
         windows = _windows(x_BHWI, (height, width), size=size, stride=stride, pad=pad)
         return matmul(windows, weight.reshape(-1, num_out))
-    # As JAX would on its own, which a gradient of our own keeps it from.
-    axes = varying(x_BHWI) | varying(weight)
-    return _convolve(stride, vary(x_BHWI, axes), vary(weight, axes))
+    return _convolve(stride, x_BHWI, weight)
 
 
 def _plain(stride: int, x: Array, weight: Array) -> Array:

@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from .._metrics import AbstractMetric, Max, Min, accumulator_dtype, integer_dtype
 from .placement import Axes, entry_axes
-from .varying import vary, varying
 
 # Which dims of a leaf are split over which batch axes. Dims count from the last, so that a leaf of
 # stacked blocks and the slice of it that a scan takes are split alike.
@@ -78,10 +77,13 @@ class AbstractSums(abc.ABC):
     """Collects what is to be summed over the batch axes, so that arrays can travel together."""
 
     @abc.abstractmethod
-    def add(self, x: Array, splits: Splits = (), done: Splits = ()) -> Callable[[], Array]:
+    def add(
+        self, x: Array, splits: Splits = (), done: Splits = (), beside: Axes = ()
+    ) -> Callable[[], Array]:
         """Adds `x`, and gives a function that returns its sum once `run` was called.
 
-        Along `splits` this device keeps its part alone, and has no more than that where `done`.
+        The sum is over the batch axes, and over the axes `beside` them. Along `splits` this device
+        keeps its part alone, and has no more than that where `done`.
         """
 
     @abc.abstractmethod
@@ -97,18 +99,21 @@ class Sums(AbstractSums):
         self._waiting: list[tuple[Array, Axes]] = []
         self._sums: dict[int, Array] = {}
 
-    def add(self, x: Array, splits: Splits = (), done: Splits = ()) -> Callable[[], Array]:
+    def add(
+        self, x: Array, splits: Splits = (), done: Splits = (), beside: Axes = ()
+    ) -> Callable[[], Array]:
         x = scatter_splits(x, tuple(split for split in splits if split not in done))
         scattered = {axis for _, axes in splits for axis in axes}
+        left = tuple(axis for axis in self._axes if axis not in scattered)
         index = len(self._waiting)
-        self._waiting.append((x, tuple(axis for axis in self._axes if axis not in scattered)))
+        self._waiting.append((x, left + beside))
         return lambda: self._sums[index]
 
     def run(self) -> None:
         for axes in dict.fromkeys(axes for _, axes in self._waiting):
             indices = [i for i, (_, wanted) in enumerate(self._waiting) if wanted == axes]
-            leaves = [vary(self._waiting[i][0], axes) for i in indices]
-            # Varies over `axes` before, equal there afterwards; runs once a call of the shard.
+            leaves = [self._waiting[i][0] for i in indices]
+            # Differs along `axes` before, equal there afterwards; runs once a call of the shard.
             sums = lax.psum(leaves, axes) if axes else leaves
             self._sums.update(zip(indices, sums, strict=True))
 
@@ -120,33 +125,31 @@ def reduce_metric(
     leaves, treedef = jax.tree.flatten(metric)
     if isinstance(metric, Max | Min) and axes:
         extreme = lax.pmax if isinstance(metric, Max) else lax.pmin
-        merged = treedef.unflatten([extreme(vary(leaf, axes), axes) for leaf in leaves])
-        return lambda: merged
+        merged = [_with_nans(extreme(leaf, axes), leaf, sums) for leaf in leaves]
+        return lambda: treedef.unflatten([leaf() for leaf in merged])
     later = [sums.add(leaf) for leaf in leaves]
     return lambda: treedef.unflatten([leaf() for leaf in later])
 
 
-def reduce_state(
-    name: str, leaf: Array, axes: Axes, size: int, sums: AbstractSums
-) -> Callable[[], Array]:
+def _with_nans(extreme: Array, leaf: Array, sums: AbstractSums) -> Callable[[], Array]:
+    """The extreme over devices, NaN if any device's is: backends' own collectives lose a NaN."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return lambda: extreme
+    nans = sums.add(jnp.isnan(leaf).astype(jnp.float32))
+    return lambda: jnp.where(nans() > 0, jnp.nan, extreme).astype(extreme.dtype)
+
+
+def reduce_state(leaf: Array, axes: Axes, size: int, sums: AbstractSums) -> Callable[[], Array]:
     """Makes a leaf of the state equal over `axes`, along which there are `size` devices.
 
-    A leaf that does not vary there, such as statistics that a psum made, costs nothing. Floating
-    leaves are averaged, as running statistics are; integers and booleans take the largest.
-
-    **Raises:** `ValueError` for a PRNG key that differs from device to device.
+    Floating leaves are averaged, as running statistics are, which leaves those alone that are
+    equal; integers and booleans take the largest. A PRNG key is taken as it is.
     """
-    if not varying(leaf) & set(axes):
+    if not axes or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return lambda: leaf
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise ValueError(
-            "The state must come out equal on every device. "
-            f"Got a PRNG key at `state.{name}` that differs along {axes}. "
-            "Derive what you need from the `key` that the loss is given, and keep keys out of it."
-        )
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         wide = leaf.astype(accumulator_dtype(leaf.dtype))
         total = sums.add(wide / size)
         return lambda: total().astype(leaf.dtype)
-    largest = lax.pmax(vary(leaf.astype(integer_dtype(leaf.dtype)), axes), axes).astype(leaf.dtype)
+    largest = lax.pmax(leaf.astype(integer_dtype(leaf.dtype)), axes).astype(leaf.dtype)
     return lambda: largest

@@ -22,7 +22,6 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from .._metrics import Max, Min, is_metric
 from .collectives import AbstractSums, Splits
 from .placement import Axes
-from .varying import vary, varying
 
 _COLLECTIVES = frozenset(
     "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all "
@@ -81,9 +80,7 @@ def _sealed(run: Callable[[PyTree], PyTree], part: PyTree, words: Array) -> PyTr
     """
 
     def nothing(part: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x: vary(jnp.zeros(x.shape, x.dtype), varying(x)), jax.eval_shape(run, part)
-        )
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, part))
 
     return lax.cond((words.reshape(-1)[0] | 1) != 0, run, nothing, part)
 
@@ -133,8 +130,12 @@ class OrderedSums(AbstractSums):
         self._waiting: list[Array] = []
         self._sums: list[Array] = []
 
-    def add(self, x: Array, splits: Splits = (), done: Splits = ()) -> Callable[[], Array]:
-        x = vary(x, self._axes)
+    def add(
+        self, x: Array, splits: Splits = (), done: Splits = (), beside: Axes = ()
+    ) -> Callable[[], Array]:
+        if beside:
+            # Along these axes nothing is split into lanes, so their order is the backend's.
+            x = lax.psum(x, beside)
         if not splits:
             index = len(self._waiting)
             self._waiting.append(x)
@@ -187,8 +188,8 @@ class OrderedSums(AbstractSums):
         length = len(flat)
         flat = jnp.pad(flat, (0, -length % size)).reshape(size, -1)
         part = tree_sum(lax.all_to_all(flat, axes, 0, 0, tiled=True))
-        # Comes out the same on all devices along `axes`, which its type says too.
-        flat = lax.all_gather(part, axes, tiled=True, to="invarying")[:length]
+        # Comes out the same on all devices along `axes`.
+        flat = lax.all_gather(part, axes, tiled=True)[:length]
         sums, start = [], 0
         for x in arrays:
             sums.append(flat[start : start + x.size].reshape(x.shape))

@@ -301,6 +301,20 @@ class Layout:
         return treedef.unflatten(jax.lax.with_sharding_constraint(leaves, shardings))
 
     @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The axes along which every device has the same rows, if there are several devices."""
+        return tuple(
+            axis
+            for axis, size in self.mesh.shape.items()
+            if size > 1 and axis not in self.batch_axes
+        )
+
+    @property
+    def copies(self) -> int:
+        """How many devices have the same rows."""
+        return math.prod(self.mesh.shape[axis] for axis in self.model_axes)
+
+    @property
     def batch_shards(self) -> int:
         """Into how many parts the examples are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.example_axes)

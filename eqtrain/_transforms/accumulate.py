@@ -18,7 +18,6 @@ from .._core.levels import Contribute, Link, as_contribute, require_order, writt
 from .._metrics import Max, accumulator_dtype, collapse, integer_dtype, is_metric
 from .._sharding.ordered import add_lanes, require_power_of_two
 from .._sharding.placement import Layout
-from .._sharding.varying import vary, varying
 from .._util.paths import path_name
 
 
@@ -83,7 +82,6 @@ def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[
                 return inner.contribute(model, state, batch, key, objective)
             parts, join = _cut(batch, key, num_microbatches, shards)
             arrays, static = eqx.partition(state, eqx.is_array)
-            arrays = _settle(inner, model, arrays, static, join(_first(parts)))
 
             def body(carry: tuple[PyTree, PyTree], part: PyTree) -> Any:
                 grads, arrays = carry
@@ -93,7 +91,7 @@ def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[
                 )
                 grads = jax.tree.map(jnp.add, grads, added.grads)
                 of_part = (added.loss, added.metrics, added.findings)
-                return (grads, _like(arrays, added.state)), of_part
+                return (grads, eqx.filter(added.state, eqx.is_array)), of_part
 
             zeros = _zero_grads(inner.layout, model, objective)
             (grads, arrays), (loss, metrics, findings) = lax.scan(body, (zeros, arrays), parts)
@@ -110,11 +108,10 @@ def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[
                 return inner.count(model, state, batch, key)
             parts, join = _cut(batch, key, num_microbatches, shards)
             arrays, static = eqx.partition(state, eqx.is_array)
-            arrays = _settle(inner, model, arrays, static, join(_first(parts)))
 
             def body(arrays: PyTree, part: PyTree) -> Any:
                 counts, new_state = inner.count(model, eqx.combine(arrays, static), *join(part))
-                return _like(arrays, new_state), counts
+                return eqx.filter(new_state, eqx.is_array), counts
 
             arrays, counts = lax.scan(body, arrays, parts)
             return tuple(count.sum(0) for count in counts), eqx.combine(arrays, static)
@@ -243,44 +240,12 @@ def _cut(
     return jax.tree.map(stack, (arrays, key)), join
 
 
-def _first(parts: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x[0], parts)
-
-
 def _zero_grads(layout: Layout | None, model: PyTree, objective: Objective) -> PyTree:
     if objective.trainable is None:
         return None
     params = eqx.filter(model, objective.trainable)
-    # zeros_like varies over the mesh axes that the leaf varies over, as the scan's carry must.
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype)), params)
     if layout is None or objective.grad_specs is None:
         return zeros
     # Outside `shard` the carry lies as each microbatch's gradient does, which holds less (ZeRO-2).
     return layout.constrain(zeros, objective.grad_specs)
-
-
-def _settle(
-    inner: Contribute, model: PyTree, arrays: PyTree, static: PyTree, part: tuple[PyTree, Array]
-) -> PyTree:
-    """Marks the state as varying wherever a microbatch makes it so: a scan's carry has one type."""
-
-    def after(arrays: PyTree) -> PyTree:
-        _, state = inner.count(model, eqx.combine(arrays, static), *part)
-        return eqx.filter(state, eqx.is_array)
-
-    while any(varying(x) for x in jax.tree.leaves(part)) and jax.tree.leaves(arrays):
-        settled = _like(jax.eval_shape(after, arrays), arrays)
-        if _axes(settled) == _axes(arrays):
-            break
-        arrays = settled
-    return arrays
-
-
-def _axes(tree: PyTree) -> list[frozenset[str]]:
-    return [varying(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def _like(like: PyTree, state: PyTree) -> PyTree:
-    """The arrays of `state`, each varying at least where that of `like` does."""
-    arrays = eqx.filter(state, eqx.is_array)
-    return jax.tree.map(lambda a, x: vary(x, varying(a)), like, arrays)

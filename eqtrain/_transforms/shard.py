@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from .._core.contribution import Contribution, Objective, batch_size
-from .._core.levels import Contribute, Link, as_contribute, once, require_order
-from .._guard.findings import Findings, of_every_device
+from .._core.contribution import Contribution, Objective, batch_size, run_loss
+from .._core.levels import Contribute, Level, Link, Loss, as_contribute, once, require_order
+from .._guard.findings import Findings
 from .._metrics import map_metrics
 from .._sharding.collectives import (
     AbstractSums,
@@ -28,10 +28,10 @@ from .._sharding.collectives import (
 )
 from .._sharding.lazy import Shard
 from .._sharding.ordered import OrderedSums, refuse_collectives, require_power_of_two
-from .._sharding.placement import Layout, Placement, make_layout, replicate
-from .._sharding.varying import vary, varying
+from .._sharding.placement import Layout, Placement, make_layout, replicate, spec_axes
 from .._util.paths import named_leaves
 from .accumulate import accumulate
+from .equality import has_keys, require_equal
 
 
 def shard(
@@ -43,10 +43,16 @@ def shard(
 ) -> Callable[[Any], Contribute]:
     """Runs a Loss or Contribute on every device of `mesh`, each on its rows of the batch.
 
-    Gradients, losses and metrics are summed over the axes that split the batch by one psum a call,
-    in float32. A leaf that is split over one of them is gathered before (`all_gather` in the
-    compute dtype) and its gradient scattered after (`psum_scatter` in float32). Over the mesh's
-    other axes a loss must come out equal on every device, by the model's own psum.
+    Each device computes the total of its own rows, and what the loss does inside is what it does on
+    one device: derivatives, loops, branches. The objective is the sum of all devices' totals, each
+    divided by the number of devices that have the same rows. JAX's own transposes of collectives
+    are right for that, and the gradient of a leaf is one psum, over the axes along which it is
+    whole.
+
+    Gradients, losses and metrics are summed by one psum for each set of axes, in float32. A leaf
+    that is split over a batch axis is gathered before (`all_gather` in the compute dtype) and its
+    gradient scattered after (`psum_scatter` in float32). Over the axes that do not split the batch
+    a loss must come out equal on every device, by the model's own psum.
 
     **Arguments:**
 
@@ -60,7 +66,8 @@ def shard(
 
     **Returns:** a Contribute.
 
-    **Raises:** `ValueError` for unknown axes at once, for dims that do not divide when traced.
+    **Raises:** `ValueError` for unknown axes at once; when traced, for dims that do not divide, and
+    for a loss that differs along an axis that does not split the batch.
 
     ```python
     >>> def loss(model, state, batch, key):
@@ -150,11 +157,12 @@ def _contribute(
     trainable = _trainable_indices(arrays, objective.trainable)
     grad_specs = objective.grad_specs or tuple(specs[index] for index in trainable)
     outer_state, static_state = eqx.partition(state, eqx.is_array)
+    _require_equal(layout, inner, model, specs, outer_state, static_state, batch, key)
 
     def local(
         leaves: list[Array], state: PyTree, batch: PyTree, key: Array, weights: Any, scale: Any
     ) -> tuple[list[Array], tuple[PyTree, PyTree, PyTree], Findings | None]:
-        seen = _as_seen(layout, inner, model, leaves, specs, trainable)
+        seen = _as_seen(layout, inner, model, leaves, specs)
         whole_state = eqx.combine(state, static_state)
         if layout.ordered:
             _refuse_order(layout, inner, seen, whole_state, batch, key)
@@ -163,7 +171,9 @@ def _contribute(
             whole_state,
             batch,
             key,
-            dataclasses.replace(objective, weights=weights, scale=scale, grad_specs=None),
+            dataclasses.replace(
+                objective, weights=weights, scale=scale, grad_specs=None, copies=layout.copies
+            ),
         )
         sums = _sums(layout)
         lazy = [isinstance(leaf, Shard) for leaf in _array_nodes(seen)]
@@ -173,21 +183,21 @@ def _contribute(
         ):
             splits = splits_of(spec, grad.ndim, layout.batch_axes)
             done = splits_of(specs[index], grad.ndim, layout.batch_axes) if lazy[index] else ()
-            grads.append(sums.add(grad, splits, done))
-        loss = _reduce_metrics(layout, "loss", contribution.loss, sums)
-        metrics = _reduce_metrics(layout, "metrics", contribution.metrics, sums)
+            whole = tuple(axis for axis in layout.model_axes if axis not in spec_axes(spec))
+            grads.append(sums.add(grad, splits, done, whole))
+        loss = _reduce_metrics(layout, contribution.loss, sums)
+        metrics = _reduce_metrics(layout, contribution.metrics, sums)
         new_state = _reduce_state(layout, contribution.state, sums)
         sums.run()
-        findings = of_every_device(contribution.findings, layout.mesh.axis_names)
         reduced = jax.tree.map(lambda x: x(), (loss, new_state, metrics))
-        return [grad() for grad in grads], reduced, findings
+        return [grad() for grad in grads], reduced, contribution.findings
 
     grads, (loss, new_state, metrics), findings = jax.shard_map(
         local,
         mesh=layout.mesh,
         in_specs=(specs, P(), *_data_specs(layout, batch), P(), P()),
         out_specs=(list(grad_specs), P(), P(layout.mesh.axis_names)),
-        check_vma=True,
+        check_vma=False,
     )(jax.tree.leaves(arrays), outer_state, batch, key, objective.weights, objective.scale)
     return Contribution(
         _unflatten_grads(arrays, trainable, grads, objective),
@@ -198,6 +208,33 @@ def _contribute(
     )
 
 
+def _require_equal(
+    layout: Layout,
+    inner: Contribute,
+    model: PyTree,
+    specs: list[P],
+    state: PyTree,
+    static_state: PyTree,
+    batch: PyTree,
+    key: Any,
+) -> None:
+    """Looks at the loss under JAX's types, where something could come out unequal."""
+    if not layout.model_axes and not has_keys(state):
+        return
+    loss = inner
+    while isinstance(loss, Level) and not isinstance(loss, Loss):
+        loss = loss.wrapped
+
+    def run(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> dict[str, PyTree]:
+        seen = _as_seen(layout, inner, model, leaves, specs)
+        value, state, metrics = run_loss(loss, seen, eqx.combine(state, static_state), batch, key)
+        return {"loss": value, "metrics": metrics, "state": state}
+
+    in_specs = (specs, P(), *_data_specs(layout, batch))
+    leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    require_equal(layout, run, in_specs, (leaves, state, batch, key))
+
+
 def _count(
     layout: Layout, inner: Contribute, model: PyTree, state: PyTree, batch: PyTree, key: Any
 ) -> tuple[tuple[Array, ...], PyTree]:
@@ -206,7 +243,7 @@ def _count(
     outer_state, static_state = eqx.partition(state, eqx.is_array)
 
     def local(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
-        seen = _as_seen(layout, inner, model, leaves, specs, [])
+        seen = _as_seen(layout, inner, model, leaves, specs)
         counts, new_state = inner.count(seen, eqx.combine(state, static_state), batch, key)
         sums = _sums(layout)
         later = [sums.add(count) for count in counts]
@@ -219,7 +256,7 @@ def _count(
         mesh=layout.mesh,
         in_specs=(specs, P(), *_data_specs(layout, batch)),
         out_specs=P(),
-        check_vma=True,
+        check_vma=False,
     )(jax.tree.leaves(arrays), outer_state, batch, key)
     return counts, eqx.combine(new_state, static_state)
 
@@ -230,13 +267,12 @@ def _as_seen(
     model: PyTree,
     leaves: list[Array],
     specs: list[P],
-    trainable: list[int],
 ) -> PyTree:
     """The model as the loss sees it on this device, from this device's shards of its arrays."""
     flat, treedef = jax.tree.flatten(model)
     names = [name for name, leaf in named_leaves(model) if eqx.is_array(leaf)]
     seen = []
-    for index, (name, leaf, spec) in enumerate(zip(names, leaves, specs, strict=True)):
+    for name, leaf, spec in zip(names, leaves, specs, strict=True):
         splits = splits_of(spec, leaf.ndim, layout.batch_axes)
         lazy = bool(splits) and layout.placement.lazy(name)
         if lazy and layout.ordered:
@@ -247,9 +283,6 @@ def _as_seen(
             )
         if not lazy:
             leaf = gather_splits(leaf, splits, inner.compute_dtype)
-        if index in trainable:
-            # Else `jax.grad` would sum over the batch axes inside every microbatch.
-            leaf = vary(leaf, layout.batch_axes)
         seen.append(Shard(leaf, f"model.{name}", splits) if lazy else leaf)
     arrays = iter(seen)
     return treedef.unflatten([next(arrays) if eqx.is_array(leaf) else leaf for leaf in flat])
@@ -299,29 +332,11 @@ def _unflatten_grads(
     return jax.tree.unflatten(jax.tree.structure(arrays), leaves)
 
 
-def _reduce_metrics(layout: Layout, what: str, metrics: PyTree, sums: AbstractSums) -> PyTree:
-    for name, leaf in named_leaves(metrics):
-        _require_equal_over_model_axes(layout, f"{what}.{name}", leaf)
+def _reduce_metrics(layout: Layout, metrics: PyTree, sums: AbstractSums) -> PyTree:
     return map_metrics(lambda metric: reduce_metric(metric, layout.batch_axes, sums), metrics)
 
 
 def _reduce_state(layout: Layout, state: PyTree, sums: AbstractSums) -> PyTree:
     size = math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes)
     arrays = eqx.filter(state, eqx.is_array)
-    later = []
-    for name, leaf in named_leaves(arrays):
-        _require_equal_over_model_axes(layout, f"state.{name}", leaf)
-        later.append(reduce_state(name, leaf, layout.batch_axes, size, sums))
-    return jax.tree.unflatten(jax.tree.structure(arrays), later)
-
-
-def _require_equal_over_model_axes(layout: Layout, name: str, leaf: Any) -> None:
-    extra = varying(leaf) - set(layout.batch_axes)
-    if extra:
-        axes = ", ".join(f"`{axis}`" for axis in sorted(extra))
-        raise ValueError(
-            f"A loss must come out equal along the mesh axes that do not split the batch. "
-            f"Got `{name}`, which varies over {axes}. "
-            f"Add the missing `jax.lax.psum(..., {sorted(extra)[0]!r})` where the model joins what "
-            f"its shards computed; or, if {axes} splits the batch, name it in `batch=`."
-        )
+    return jax.tree.map(lambda leaf: reduce_state(leaf, layout.batch_axes, size, sums), arrays)
