@@ -77,6 +77,7 @@ from ._programs.dispatch import DonationWarning as DonationWarning
 from ._sharding.mesh import ThreadsWarning as ThreadsWarning
 
 from . import random as random
+from . import rows as rows
 
 if _TYPE_CHECKING:
     from . import bundles as bundles

@@ -21,7 +21,7 @@ STOREYS = [
     ["_util"],
     ["_metrics", "random"],
     ["_sharding"],
-    ["_ops", "_jaxpr", "_state", "_preemption"],
+    ["_ops", "_jaxpr", "_state", "_preemption", "rows"],
     ["_guard"],
     ["_core"],
     ["explain"],

@@ -26,6 +26,7 @@ from .._sharding.collectives import (
     reduce_state,
     splits_of,
 )
+from .._sharding.here import inside
 from .._sharding.lazy import Shard
 from .._sharding.ordered import OrderedSums, refuse_collectives, require_power_of_two
 from .._sharding.placement import Layout, Placement, make_layout, replicate, spec_axes
@@ -166,15 +167,11 @@ def _contribute(
         whole_state = eqx.combine(state, static_state)
         if layout.ordered:
             _refuse_order(layout, inner, seen, whole_state, batch, key)
-        contribution = inner.contribute(
-            seen,
-            whole_state,
-            batch,
-            key,
-            dataclasses.replace(
-                objective, weights=weights, scale=scale, grad_specs=None, copies=layout.copies
-            ),
+        here = dataclasses.replace(
+            objective, weights=weights, scale=scale, grad_specs=None, copies=layout.copies
         )
+        with inside(layout):
+            contribution = inner.contribute(seen, whole_state, batch, key, here)
         sums = _sums(layout)
         lazy = [isinstance(leaf, Shard) for leaf in _array_nodes(seen)]
         grads = []
@@ -227,7 +224,9 @@ def _require_equal(
 
     def run(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> dict[str, PyTree]:
         seen = _as_seen(layout, inner, model, leaves, specs)
-        value, state, metrics = run_loss(loss, seen, eqx.combine(state, static_state), batch, key)
+        with inside(layout):
+            whole = eqx.combine(state, static_state)
+            value, state, metrics = run_loss(loss, seen, whole, batch, key)
         return {"loss": value, "metrics": metrics, "state": state}
 
     in_specs = (specs, P(), *_data_specs(layout, batch))
@@ -244,7 +243,8 @@ def _count(
 
     def local(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
         seen = _as_seen(layout, inner, model, leaves, specs)
-        counts, new_state = inner.count(seen, eqx.combine(state, static_state), batch, key)
+        with inside(layout):
+            counts, new_state = inner.count(seen, eqx.combine(state, static_state), batch, key)
         sums = _sums(layout)
         later = [sums.add(count) for count in counts]
         reduced = _reduce_state(layout, new_state, sums)
@@ -301,7 +301,8 @@ def _refuse_order(
 
     def run(arrays: PyTree, batch: PyTree, key: Array) -> Any:
         model, state = eqx.combine(arrays, static)
-        return eqx.filter(inner.count(model, state, batch, key), eqx.is_array)
+        with inside(layout):
+            return eqx.filter(inner.count(model, state, batch, key), eqx.is_array)
 
     refuse_collectives(run, (arrays, batch, key), layout.batch_axes)
 
