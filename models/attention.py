@@ -156,7 +156,7 @@ class Attention(eqx.Module):
         **Raises:** `ValueError` for a split that cuts a head, or parts queries from their keys.
         """
         self._require_whole_groups()
-        x_BSD = enter(x_BSD, self.query.weight, self.axis, sequence=self.sequence)
+        x_BSD = enter(x_BSD, self.query, sequence=self.sequence)
         q_BSNH, k_BSKH, v_BSKH = (
             y.reshape(*y.shape[:-1], -1, self.head_dim)
             for y in (self.query(x_BSD), self.key(x_BSD), self.value(x_BSD))

@@ -79,8 +79,8 @@ class BatchNorm(eqx.Module):
 
     **Arguments:**
 
-    - `axis_names`: the mesh axes to sum over, of those that the data varies over; all of them
-        unless given. Name them where an axis splits the channels. With `()` each device normalises
+    - `axis_names`: the mesh axes to sum over; those that split the batch unless given. Name them
+        where an axis splits the channels. With `()` each device normalises
         by itself, and the state that comes out varies as the data does.
     - `scale`: what the weight starts as.
     - `inference`: uses the running statistics, and leaves them as they are; see
@@ -148,7 +148,7 @@ class BatchNorm(eqx.Module):
             pull = jnp.where(count > 0, 1 - self.momentum, 0.0)
             moved = running + pull * (lax.stop_gradient(batch) - running)
             state = _replace(state, self.running, tuple(moved))
-            if axes:
+            if axes and _has_types():
                 # Varying from here on, and in one piece, so that the backward pass has one psum.
                 batch = lax.pcast(batch, axes, to="varying")
             mean, variance = batch
@@ -251,16 +251,24 @@ def _axes_to_sum(names: tuple[str, ...] | None, *data: Array | None) -> tuple[st
             "Correct the name."
         )
     wanted = tuple(axis for axis in mesh.manual_axes if names is None or axis in names)
-    if not _varying(lax.axis_index(mesh.manual_axes)):  # what varies for certain says it does not
-        if names is None:
+    if not _has_types():
+        if names is not None:
+            return wanted
+        if not et.rows.batch_axes():
             raise ValueError(
-                "BatchNorm finds the axes to sum over in the types of its data. "
-                "Got data inside a `shard_map` with `check_vma=False`, which has no such types. "
+                "BatchNorm sums over the axes that split the batch, which `et.shard` knows. "
+                "Got data inside another `shard_map`, with `check_vma=False`. "
                 f"Pass `check_vma=True`, or name the axes: `axis_names={mesh.manual_axes}`."
             )
-        return wanted
+        return et.rows.batch_axes()
     varying = frozenset().union(*(_varying(x) for x in data if x is not None))
     return tuple(axis for axis in wanted if axis in varying)
+
+
+def _has_types() -> bool:
+    """Whether values say along which axes they vary: inside `shard_map(check_vma=True)`."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(axes and _varying(lax.axis_index(axes)))  # which varies for certain
 
 
 def _varying(x: Array) -> frozenset[str]:

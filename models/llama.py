@@ -23,8 +23,6 @@ from .parallel import (
     Embedding,
     RowLinear,
     enter,
-    is_split,
-    vary_over_sequence,
     vocab_parallel_cross_entropy,
 )
 
@@ -195,32 +193,41 @@ class Llama(eqx.Module):
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         rotation = rotary(positions, self.config.head_dim, self.config.rope_theta)
-        blocks, norm = self.blocks, self.norm
-        if (
-            self.axis is not None
-            and self.sequence_parallel
-            and is_split(self.embedding.weight, self.axis)
-        ):
-            # One psum of the gradients of all norms, after the scan and not in it.
-            norms = vary_over_sequence((blocks.attention_norm, blocks.mlp_norm, norm), self.axis)
-            *norms_of_blocks, norm = norms
-            blocks = eqx.tree_at(
-                lambda blocks: [blocks.attention_norm, blocks.mlp_norm], blocks, norms_of_blocks
-            )
-        arrays, static = eqx.partition(blocks, eqx.is_array)
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
         def run(x_BSD: Array, arrays: Block) -> tuple[Array, None]:
             # What lies split over a batch axis is whole from here to the end of this block.
             block = et.gather(eqx.combine(arrays, static))
+            if self.sequence_parallel:
+                self._require_split_together(block)
             return block(x_BSD, rotation, segments), None
 
         if self.remat:
             run = jax.checkpoint(run, prevent_cse=False)  # a scan keeps passes apart by itself
         x_BSD, _ = lax.scan(run, self.embedding(tokens), arrays)
-        x_BSD = norm(x_BSD)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        x_BSD = enter(x_BSD, weight, self.axis, sequence=self.sequence_parallel)
-        return et.matmul(x_BSD, weight.T) if self.head is None else self.head(x_BSD)
+        x_BSD = self.norm(x_BSD)
+        last = self.embedding if self.head is None else self.head
+        x_BSD = enter(x_BSD, last, sequence=self.sequence_parallel)
+        return et.matmul(x_BSD, last.weight.T) if self.head is None else self.head(x_BSD)
+
+    def _require_split_together(self, block: Block) -> None:
+        """A layer that is whole sees parts of sequences where the others see them whole."""
+        layers = {
+            "embedding": self.embedding,
+            "blocks.attention.query": block.attention.query,
+            "blocks.attention.out": block.attention.out,
+            "blocks.mlp.gate": block.mlp.gate,
+            "blocks.mlp.down": block.mlp.down,
+            **({} if self.head is None else {"head": self.head}),
+        }
+        split = [name for name, layer in layers.items() if layer.is_split]
+        whole = [name for name, layer in layers.items() if not layer.is_split]
+        if split and whole:
+            raise ValueError(
+                "A sequence-parallel model must have all of its layers split over the axis, or none"
+                f". Got {', '.join(split)} split along `{self.axis}`, and {', '.join(whole)} whole."
+                " Place the model by `tensor_parallel`."
+            )
 
     def nll(
         self,
@@ -236,7 +243,7 @@ class Llama(eqx.Module):
         vocabulary: see `vocab_parallel_cross_entropy`.
         """
         logits = self(tokens, segments=segments, positions=positions)
-        return vocab_parallel_cross_entropy(logits, labels, self.axis)
+        return vocab_parallel_cross_entropy(logits, labels, self.config.vocab_size, self.axis)
 
 
 class Block(eqx.Module):
@@ -321,7 +328,7 @@ class MLP(eqx.Module):
         self.sequence = sequence
 
     def __call__(self, x_BSD: Float[Array, "batch part dim"]) -> Float[Array, "batch part dim"]:
-        x_BSD = enter(x_BSD, self.gate.weight, self.axis, sequence=self.sequence)
+        x_BSD = enter(x_BSD, self.gate, sequence=self.sequence)
         return self.down(jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD))
 
 

@@ -1,15 +1,20 @@
-"""Tensor-parallel layers: each splits its weight over a mesh axis, or not, and knows from its type.
+"""Tensor-parallel layers: each may split its weight over a mesh axis, and its shape says so.
 
-Inside `shard_map` with `check_vma=True`, a weight that is split over an axis varies over it. So the
-code below places its collectives exactly where a weight is a shard; on one device, or where the
-weight is replicated, the same code runs with none. A pair of layers costs one collective before the
-first and one after the second, in the forward pass and again in the backward pass:
+A layer knows how large its weight is as a whole. Where it holds less, it is one device's shard, and
+the code below places its collectives exactly there; on one device, or where the weight is
+replicated, the same code runs with none. A pair of layers costs one collective in the forward pass
+and one in the backward pass:
 
-    y = leave(row(activation(column(enter(x)))))
+    y = row(activation(column(x)))
 
-Plain, what is outside the pair is equal on all devices along the axis. In the sequence-parallel
-form each device has its part of the sequence there, dim -2: as many bytes travel, and norms and
-residuals are neither stored nor computed twice.
+Plain, what is outside the pair is equal on all devices along the axis, and `row` sums what they
+computed. In the sequence-parallel form each device has its part of the sequence there, dim -2,
+which `enter` gathers: as many bytes travel, and norms and residuals are neither stored nor computed
+twice.
+
+Gradients need no more than that. Each device differentiates the sum of all devices' losses (see
+`et.shard`), in which the transpose of a psum is a psum, of a gather a psum_scatter; and what is
+whole on every device, such as the scale of a norm, is summed at the end of the step.
 
 **Reference:** Shoeybi et al. 2019 (Megatron-LM), https://arxiv.org/abs/1909.08053; for the
 sequence-parallel form Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198
@@ -17,102 +22,83 @@ sequence-parallel form Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198
 
 from __future__ import annotations
 
+import abc
+import functools
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 import eqtrain as et
 
-from .layers import _over_last_dim, _varying
+from .layers import _over_last_dim
 
 
-def is_split(weight: Array, axis: str | None) -> bool:
-    """Whether `weight` is one device's shard of a weight that is split over `axis`.
+class AbstractSplit(eqx.Module):
+    """A layer whose weight may be split over a mesh axis."""
 
-    ```python
-    >>> is_split(jnp.ones((2, 3)), "model")
-    False
+    axis: eqx.AbstractVar[str | None]
 
-    ```
-    """
-    return axis is not None and axis in _varying(weight)
+    @property
+    @abc.abstractmethod
+    def is_split(self) -> bool:
+        """Whether this device has a shard of the weight and not the whole."""
 
 
 def enter(
-    x: Float[Array, "*batch seq dim"],
-    weight: Array,
-    axis: str | None = "model",
-    *,
-    sequence: bool = False,
+    x: Float[Array, "*batch seq dim"], layer: AbstractSplit, *, sequence: bool = False
 ) -> Float[Array, "*batch whole dim"]:
-    """Prepares activations for column-split weights; once for all those that share them.
+    """Prepares activations for column-split layers; once for all those that share them.
 
-    Plain, it casts `x` to varying, and the gradient is summed over `axis`: Megatron's f. In the
-    sequence-parallel form it gathers the sequence, and the gradient is summed and scattered.
+    Plain, `x` comes back as it is. In the sequence-parallel form the sequence is gathered, and its
+    gradient is summed and scattered.
 
     **Arguments:**
 
-    - `weight`: of one of the layers. If it is no shard, `x` comes back as it is.
+    - `layer`: one of the layers. If it is not split, `x` comes back as it is.
     - `sequence`: `x` is this device's part of the sequence.
 
-    **Raises:** `ValueError` for an `x` that is a part of the sequence where it should be whole, or
-    the reverse.
-
     ```python
-    >>> enter(jnp.ones((2, 5, 4)), jnp.ones((4, 8))).shape
+    >>> enter(jnp.ones((2, 5, 4)), ColumnLinear(4, 8, key=jax.random.key(0))).shape
     (2, 5, 4)
 
     ```
     """
-    split = is_split(weight, axis)
-    if is_split(x, axis) != (split and sequence):
-        raise ValueError(
-            "Activations must vary over the axis of a tensor-parallel layer if they are parts of a "
-            "sequence, and only then; and then its weight is split. "
-            f"Got activations {jax.typeof(x)} and a weight {jax.typeof(weight)} along `{axis}`, "
-            f"with sequence={sequence}. Split all layers of the model over `{axis}` or none, and "
-            f"keep `{axis}` out of `batch=`; where it does split the batch, pass `axis=None`."
-        )
-    if axis is None or not split:
+    if layer.axis is None or not (sequence and layer.is_split):
         return x
-    if sequence:
-        # A part of the sequence before, all of it after; its transpose is a psum_scatter.
-        return lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
-    # Its transpose is a psum. Without it JAX would place one for each weight, silently.
-    return lax.pcast(x, axis, to="varying")
+    # A part of the sequence before, all of it after; its transpose is a psum_scatter.
+    return lax.all_gather(x, layer.axis, axis=x.ndim - 2, tiled=True)
 
 
 def leave(
-    x: Float[Array, "*batch whole dim"],
-    weight: Array,
-    axis: str | None = "model",
-    *,
-    sequence: bool = False,
+    x: Float[Array, "*batch whole dim"], layer: AbstractSplit, *, sequence: bool = False
 ) -> Float[Array, "*batch seq dim"]:
-    """Sums what row-split weights gave over `axis`, in the dtype of `x`.
+    """Sums what a row-split layer gave over its axis, in the dtype of `x`.
 
-    Plain, the sum is equal on all devices, and its gradient costs nothing: Megatron's g. In the
-    sequence-parallel form each device keeps its part of the sequence.
+    Plain, the sum is equal on all devices. In the sequence-parallel form each device keeps its part
+    of the sequence.
 
     **Arguments:**
 
-    - `weight`: of the layer that gave `x`. If it is no shard, `x` comes back as it is.
+    - `layer`: the layer that gave `x`. If it is not split, `x` comes back as it is.
     - `sequence`: keeps this device's part of the sequence.
 
-    **Raises:** `ValueError` for a sequence that the devices along `axis` do not divide.
+    **Raises:** `ValueError` for a sequence that the devices along the axis do not divide.
 
     ```python
-    >>> leave(jnp.ones((2, 5, 4)), jnp.ones((8, 4))).shape
+    >>> leave(jnp.ones((2, 5, 4)), RowLinear(8, 4, key=jax.random.key(0))).shape
     (2, 5, 4)
 
     ```
     """
-    if axis is None or not is_split(weight, axis):
+    axis = layer.axis
+    if axis is None or not layer.is_split:
         return x
     if not sequence:
-        # Unreduced before, equal along `axis` after.
+        # Unreduced before, equal along `axis` after; and so is its gradient.
         return lax.psum(x, axis)
     if x.shape[-2] % lax.axis_size(axis):
         raise ValueError(
@@ -124,17 +110,7 @@ def leave(
     return lax.psum_scatter(x, axis, scatter_dimension=x.ndim - 2, tiled=True)
 
 
-def vary_over_sequence(params: PyTree, axis: str) -> PyTree:
-    """Casts params that act on parts of a sequence, such as the scales of norms, to varying.
-
-    The transpose is the psum of their gradients over `axis`, in float32 whatever the compute dtype.
-    Without it JAX would place one at each use. Apply it to the stacked params of all layers, before
-    the scan: then they share one psum, after the backward pass.
-    """
-    return jax.tree.map(lambda p: lax.pcast(p.astype(jnp.float32), axis, to="varying"), params)
-
-
-class ColumnLinear(eqx.Module):
+class ColumnLinear(AbstractSplit):
     """Computes `x @ weight + bias` where the weight may be split by columns, its outputs.
 
     **Arguments:**
@@ -151,6 +127,7 @@ class ColumnLinear(eqx.Module):
 
     weight: Float[Array, "in out"]
     bias: Float[Array, " out"] | None
+    num_out: int = eqx.field(static=True)
     axis: str | None = eqx.field(static=True)
 
     def __init__(
@@ -165,24 +142,24 @@ class ColumnLinear(eqx.Module):
     ):
         self.weight = deviation * jax.random.normal(key, (num_in, num_out), jnp.float32)
         self.bias = jnp.zeros((num_out,), jnp.float32) if bias else None
+        self.num_out = num_out
         self.axis = axis
+
+    @property
+    def is_split(self) -> bool:
+        return self.axis is not None and self.weight.shape[-1] != self.num_out
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Takes what `enter` gave; it comes out split along the last dim if the weight is.
 
-        **Raises:** `ValueError` for an `x` that has not entered.
+        **Raises:** `ValueError` for a weight whose shards do not add up to the whole.
         """
-        if is_split(self.weight, self.axis) and not is_split(x, self.axis):
-            raise ValueError(
-                "What goes into a column-split layer must have entered. "
-                f"Got {jax.typeof(x)}, equal along `{self.axis}`. "
-                "Write `x = enter(x, layer.weight, axis)` once, for all layers that share `x`."
-            )
+        _require_whole(self, self.weight.shape[-1], self.num_out, "columns")
         y = et.matmul(x, self.weight)
         return y if self.bias is None else y + _over_last_dim(self.bias, y.ndim)
 
 
-class RowLinear(eqx.Module):
+class RowLinear(AbstractSplit):
     """Computes `leave(x @ weight) + bias` where the weight may be split by rows, its inputs.
 
     **Arguments:**
@@ -201,6 +178,7 @@ class RowLinear(eqx.Module):
 
     weight: Float[Array, "in out"]
     bias: Float[Array, " out"] | None
+    num_in: int = eqx.field(static=True)
     axis: str | None = eqx.field(static=True)
     sequence: bool = eqx.field(static=True)
 
@@ -217,24 +195,28 @@ class RowLinear(eqx.Module):
     ):
         self.weight = deviation * jax.random.normal(key, (num_in, num_out), jnp.float32)
         self.bias = jnp.zeros((num_out,), jnp.float32) if bias else None
+        self.num_in = num_in
         self.axis = axis
         self.sequence = sequence
+
+    @property
+    def is_split(self) -> bool:
+        return self.axis is not None and self.weight.shape[-2] != self.num_in
 
     def __call__(self, x: Float[Array, "*batch whole in"]) -> Float[Array, "*batch seq out"]:
         """Takes what a ColumnLinear gave, split along the last dim if the weight is.
 
-        **Raises:** see `leave`.
+        **Raises:** `ValueError` for a weight whose shards do not add up to the whole; and see
+        `leave`.
         """
-        y = leave(et.matmul(x, self.weight), self.weight, self.axis, sequence=self.sequence)
+        _require_whole(self, self.weight.shape[-2], self.num_in, "rows")
+        y = leave(et.matmul(x, self.weight), self, sequence=self.sequence)
         if self.bias is None:
             return y
-        bias = self.bias
-        if self.axis is not None and self.sequence and is_split(y, self.axis):
-            bias = vary_over_sequence(bias, self.axis)
-        return y + _over_last_dim(bias.astype(y.dtype), y.ndim)
+        return y + _over_last_dim(self.bias.astype(y.dtype), y.ndim)
 
 
-class Embedding(eqx.Module):
+class Embedding(AbstractSplit):
     """Looks up a vector for each token, in a table that may be split by tokens.
 
     A device looks up the tokens that it has rows for, and 0 for the others, before the sum. So a
@@ -273,6 +255,10 @@ class Embedding(eqx.Module):
         self.axis = axis
         self.sequence = sequence
 
+    @property
+    def is_split(self) -> bool:
+        return self.axis is not None and self.weight.shape[-2] != self.vocab_size
+
     def __call__(self, tokens: Int[Array, "batch whole"]) -> Float[Array, "batch seq dim"]:
         """Takes whole sequences of tokens, also in the sequence-parallel form.
 
@@ -280,24 +266,35 @@ class Embedding(eqx.Module):
         `leave`.
         """
         local = self.weight.shape[0]
-        first, total = _part(self.weight, local, self.axis)
-        if total != self.vocab_size:
-            raise ValueError(
-                "The rows of an Embedding on all devices along its axis must add up to the "
-                f"vocabulary. Got a weight {jax.typeof(self.weight)} on each of {total // local} "
-                f"along `{self.axis}`, and vocab_size={self.vocab_size}. Split dim 0 over its axis "
-                "alone, keep that out of `batch=`, and pass `check_vma=True` to `shard_map`."
-            )
+        _require_whole(self, local, self.vocab_size, "rows")
+        first = lax.axis_index(self.axis) * local if self.axis and self.is_split else 0
         index = tokens.astype(jnp.int32) - first
         mine = (index >= 0) & (index < local)
         # In float32, since the gradient of a frequent token is a sum of very many.
         rows = self.weight.astype(jnp.float32)[jnp.where(mine, index, 0)]
         rows = jnp.where(mine[..., None], rows, 0.0).astype(self.weight.dtype)
-        return leave(rows, self.weight, self.axis, sequence=self.sequence)
+        return leave(rows, self, sequence=self.sequence)
+
+
+def _require_whole(layer: AbstractSplit, local: int, total: int, what: str) -> None:
+    """Refuses a weight that is neither whole nor one of equal shards along the layer's axis."""
+    # Outside a mesh a weight that is no whole can only be a mistake: it has no axis to lie along.
+    axis = layer.axis
+    known = axis in jax.sharding.get_abstract_mesh().manual_axes
+    devices = lax.axis_size(axis) if axis is not None and known else 1
+    if local not in (total, total // devices if total % devices == 0 else total):
+        raise ValueError(
+            f"The {what} of a weight on all devices along its axis must add up to the whole. "
+            f"Got {local} {what} on each of {devices} devices along `{axis}`, where the whole has "
+            f"{total}. Split that dim over its axis alone, and keep the axis out of `batch=`."
+        )
 
 
 def vocab_parallel_cross_entropy(
-    logits: Float[Array, "*batch vocab"], labels: Int[Array, "*batch"], axis: str | None = "model"
+    logits: Float[Array, "*batch vocab"],
+    labels: Int[Array, "*batch"],
+    vocab_size: int,
+    axis: str | None = "model",
 ) -> Float32[Array, "*batch"]:
     """The negative log-likelihood of each label, where the vocabulary may be split over `axis`.
 
@@ -308,15 +305,15 @@ def vocab_parallel_cross_entropy(
     fine where the mean leaves it out, as `et.mean(nll, where=weight)` does, and shows elsewhere.
 
     ```python
-    >>> nll = vocab_parallel_cross_entropy(jnp.zeros((2, 4)), jnp.array([3, 4]))
+    >>> nll = vocab_parallel_cross_entropy(jnp.zeros((2, 4)), jnp.array([3, 4]), 4)
     >>> print(f"{nll[0]:.4f} {nll[1]:.4f}")
     1.3863 nan
 
     ```
     """
     logits, labels = logits.astype(jnp.float32), labels.astype(jnp.int32)
-    first, total = _part(logits, logits.shape[-1], axis)
-    split = axis is not None and is_split(logits, axis)
+    split = axis is not None and logits.shape[-1] != vocab_size
+    first = lax.axis_index(axis) * logits.shape[-1] if split else 0
     largest = lax.stop_gradient(logits.max(-1))
     if split:
         largest = lax.pmax(largest, axis)
@@ -325,16 +322,29 @@ def vocab_parallel_cross_entropy(
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     chosen = jnp.where(columns == (labels - first)[..., None], logits, 0.0).sum(-1)
     normaliser = jnp.exp(logits).sum(-1)
-    if split:
-        # Each device's part of the vocabulary before, equal along `axis` after. The transpose of
-        # a psum to what is equal everywhere costs nothing.
-        normaliser, chosen = lax.psum((normaliser, chosen), axis)
-    inside = (labels >= 0) & (labels < total)
+    if axis is not None and split:
+        both: Any = _sum_of_parts(jnp.stack((normaliser, chosen)), axis)
+        normaliser, chosen = both[0], both[1]
+    inside = (labels >= 0) & (labels < vocab_size)
     return jnp.where(inside, jnp.log(normaliser) - chosen, jnp.nan)
 
 
-def _part(x: Array, local: int, axis: str | None) -> tuple[Int[Array, ""] | int, int]:
-    """Where this device's part of a vocabulary begins, and how long all parts are together."""
-    if axis is None or not is_split(x, axis):
-        return 0, local
-    return lax.axis_index(axis) * local, lax.axis_size(axis) * local
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum_of_parts(x: Array, axis: str) -> Array:
+    """A psum to the loss itself, which every device along `axis` computes alike from here on.
+
+    So all have the same gradient, and the psum that is its transpose is a product.
+    """
+    # Each device's part of the vocabulary before, equal along `axis` after.
+    return lax.psum(x, axis)
+
+
+def _sum_forward(x: Array, axis: str) -> tuple[Array, None]:
+    return lax.psum(x, axis), None
+
+
+def _sum_backward(axis: str, _: None, grad: Array) -> tuple[Array]:
+    return (grad * lax.axis_size(axis),)
+
+
+_sum_of_parts.defvjp(_sum_forward, _sum_backward)

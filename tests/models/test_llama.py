@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import equinox as eqx
@@ -257,10 +258,20 @@ def test_two_devices_train_as_one_by_the_collectives_of_megatron(sequence_parall
     for collective in found.collectives:
         # A scattered result is one device's part.
         if collective.elements >= ROWS * SEQ * CONFIG.dim // 2:
-            counts[collective.kind] = counts.get(collective.kind, 0) + collective.times
+            # XLA may join two that do not wait for each other.
+            large = [
+                text for text in collective.shapes if elements(text) >= ROWS * SEQ * CONFIG.dim // 2
+            ]
+            counts[collective.kind] = counts.get(collective.kind, 0) + collective.times * len(large)
     assert counts == MEGATRON[sequence_parallel]
     # Beside those: the largest logit, its two sums, the gradient norm, and the scales of norms.
     assert sum(c.times for c in found.collectives) - sum(counts.values()) <= 4
+
+
+def elements(text: str) -> int:
+    """The number of elements of an array in the text of a program, such as `f32[8,32]`."""
+    dims = text[text.index("[") + 1 : -1]
+    return math.prod(map(int, dims.split(","))) if dims else 1
 
 
 def test_sequence_parallel_model_with_no_shards_needs_no_mesh():
@@ -303,17 +314,13 @@ def test_split_of_queries_alone_raises():
 
 def test_sequence_parallel_layers_are_split_together():
     placement = et.rules({"embedding": P("model")}, otherwise=et.replicate())
-    with pytest.raises(ValueError, match="Split all layers of the model over `model` or none"):
+    with pytest.raises(ValueError, match="embedding split along `model`, and .*head whole"):
         traced(placement, sequence_parallel=True)
     traced(placement)  # plain, any may be
 
 
-def test_axis_that_splits_the_batch_raises():
-    contribute = et.pipe(loss, et.shard(et.mesh(model=4), batch=P("model")))
-    model = eqx.filter_eval_shape(Llama, CONFIG, key=jax.random.key(0))
-    keys = et.example_keys(jax.random.key(0), 0, jnp.arange(ROWS))
-    with pytest.raises(ValueError, match="keep .*out of `batch=`"):
-        eqx.filter_eval_shape(contribute, model, None, make_batches()[0], keys)
+def test_whole_weights_are_whole_where_the_axis_splits_the_batch():
+    check_trained(*train(program_of(et.shard(et.mesh(model=4), batch=P("model")))))
 
 
 @pytest.mark.parametrize("change", [{"num_kv_heads": 3}, {"num_heads": 3}, {"num_heads": 32}])
