@@ -165,9 +165,19 @@ def test_one_device_needs_no_collectives(loss: Any, placement: str, order: str):
 
 
 def test_an_axis_of_one_device_needs_no_collectives():
+    for mesh in (et.mesh(data=1), et.mesh(data=1, model=1)):
+        shard = et.shard(mesh, batch=P("data"))
+        found = inspect(et.pipe(bare_loss, shard, et.update(optax.sgd(0.1)), et.jit))
+        assert found.collectives == ()
+
+
+def test_leaves_that_are_whole_along_a_model_axis_are_summed_over_it_once():
     shard = et.shard(et.mesh(data=1, model=4), batch=P("data"))
     found = inspect(et.pipe(bare_loss, shard, et.update(optax.sgd(0.1)), et.jit))
-    assert found.collectives == ()
+    [collective] = found.collectives
+    assert (collective.kind, collective.axes) == ("all-reduce", ("model",))
+    parameters = 4 * sum(leaf.size for leaf in jax.tree.leaves(make_params()))
+    assert (collective.bytes, collective.times) == (parameters, 1)
 
 
 def operands(text: str, op: str) -> list[tuple[str, int]]:
