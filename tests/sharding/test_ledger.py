@@ -86,8 +86,9 @@ def closed_form(case: Case, config: LlamaConfig = CONFIG, rows: int = ROWS, S: i
 
     # The matrices, as the optimizer holds them: stacked over layers.
     matrices = [L * size / m for size in layer] + [size / m for size in outside]
+    # What is whole on every device is summed over all axes, once a step.
     for size in norms:
-        moves("all-reduce", "data fsdp", 1, size)
+        moves("all-reduce", "data fsdp model", 1, size)
     if case.gather is None and not case.zero:
         for size in matrices:
             moves("all-reduce", "data fsdp", 1, size)
@@ -106,18 +107,17 @@ def closed_form(case: Case, config: LlamaConfig = CONFIG, rows: int = ROWS, S: i
             moves("all-gather", "fsdp", 2 * A * L, size / m)  # forward, and rematerialised
             moves("reduce-scatter", "fsdp", A * L, size / m / f)
     B = rows // (d * f * A)
-    # Forward the attention and the MLP each leave once, backward each is entered once, and the
-    # rematerialised attention leaves again; the embedding leaves, and the head is entered.
+    # Forward the attention and the MLP each leave once, backward each is left once, and the
+    # rematerialised attention leaves again; the embedding leaves, forward and backward.
     if case.sequence:
         moves("reduce-scatter", "model", A * (5 * L + 2), B * S * D / m)
         # As often the other way, and once more a layer: both are entered again, not one.
         moves("all-gather", "model", A * (6 * L + 2), B * S * D)
-        for size in norms:
-            moves("all-reduce", "model", A, size)
     else:
         moves("all-reduce", "model", A * (5 * L + 2), B * S * D)
-    # The largest logit, the sum of exponentials, and the label's logit.
-    moves("all-reduce", "model", 3 * A, B * S)
+    # The largest logit; the sum of exponentials and the label's logit, together.
+    moves("all-reduce", "model", A, B * S)
+    moves("all-reduce", "model", A, 2 * B * S)
     return {key: (tensors, size) for key, (tensors, size) in found.items()}
 
 
