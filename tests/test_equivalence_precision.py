@@ -90,10 +90,14 @@ def plain_training(dtype: str, lanes: int = LANES, sum_dtype: str = "float32") -
     return Training(metrics, all_grads, params)
 
 
-@pytest.mark.parametrize("order", ["accumulate inside shard", "accumulate outside shard"])
-@pytest.mark.parametrize("placement", [et.replicate(), et.fsdp("data", min_size=1)])
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pairwise(
+    {
+        "dtype": ["bfloat16", "float16"],
+        "devices": [1, 2, 4, 8],
+        "placement": [et.replicate(), et.fsdp("data", min_size=1)],
+        "order": ["accumulate inside shard", "accumulate outside shard"],
+    }
+)
 def test_narrow_training_equals_a_plain_loop(dtype: str, devices: int, placement: Any, order: str):
     shard = et.shard(et.mesh(data=devices), batch=P("data"), model=placement)
     transforms = [et.accumulate(LANES // devices), shard]

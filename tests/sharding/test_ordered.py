@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -109,9 +110,26 @@ def differing(a: Any, b: Any) -> list[str]:
     return names + [f"metrics of step {i}" for i in range(STEPS) if a[0][i] != b[0][i]]
 
 
-@pytest.mark.parametrize("placement", ["replicate", "fsdp"])
-@pytest.mark.parametrize(("devices", "microbatches"), LANES)
-@pytest.mark.parametrize("task", ["mlp", "resnet", "llama"])
+# By default every number of devices, both placements and all tasks, and not each with each. On one
+# device nothing is split, so that both placements are one program there.
+DEFAULT = [
+    ("mlp", 2, 4, "fsdp"),
+    ("mlp", 4, 2, "replicate"),
+    ("mlp", 8, 1, "fsdp"),
+    ("resnet", 8, 1, "replicate"),
+    ("llama", 4, 2, "fsdp"),
+]
+GRID = [
+    case
+    for task, lanes, placement in itertools.product(TASKS, LANES, ["replicate", "fsdp"])
+    if (case := (task, *lanes, placement)) not in DEFAULT
+]
+
+
+@pytest.mark.parametrize(
+    ("task", "devices", "microbatches", "placement"),
+    [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.grid) for case in GRID)],
+)
 def test_devices_do_not_change_a_bit(task: str, devices: int, microbatches: int, placement: str):
     reference = run(task, 1, 8, "replicate")
     assert differing(run(task, devices, microbatches, placement), reference) == []
