@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 from tests.helpers import loss, make_batches, make_params
+from tests.tiers import default, grid
 
 MESH = et.mesh(data=4)
 WHOLE = et.shard(MESH, batch=P("data"))
@@ -56,8 +57,20 @@ def bytes_a_device(leaf: jax.Array) -> int:
     return size * (8 if is_key else leaf.dtype.itemsize)
 
 
-@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
-def test_every_byte_is_donated(chain: Any):
+# Each transform that adds to the state, or that may keep a buffer, once.
+DONATING = [
+    "no mesh",
+    "replicated",
+    "split, accumulate outside",
+    "split, ema and guard",
+    "float16",
+    "clipped",
+]
+
+
+@pytest.mark.parametrize("name", default(list(CHAINS), DONATING))
+def test_every_byte_is_donated(name: str):
+    chain = CHAINS[name]
     batches = make_batches(3)
     program = program_of(*chain)
     ts = started(program)
@@ -91,7 +104,7 @@ def test_jit_donates_nothing(chain: Any):
     assert all(map(np.array_equal, jax.tree.leaves(again.model), jax.tree.leaves(later.model)))
 
 
-@pytest.mark.parametrize("name", ["no mesh", "replicated", "split"])
+@pytest.mark.parametrize("name", ["no mesh", grid("replicated"), "split"])
 def test_a_view_that_is_held_is_reported_by_path(name: str):
     chain = CHAINS[name]
     """What `np.asarray` gives on a CPU is the buffer itself, which then cannot be donated."""
@@ -112,7 +125,7 @@ def test_a_view_that_is_held_is_reported_by_path(name: str):
     assert np.array_equal(copy, make_params()["second"]["weight"])
 
 
-@pytest.mark.parametrize("name", ["no mesh", "split, ema and guard", "replicated, ema"])
+@pytest.mark.parametrize("name", ["no mesh", "split, ema and guard", grid("replicated, ema")])
 def test_nothing_piles_up(name: str):
     program = program_of(*CHAINS[name])
     ts, batch = started(program), make_batches(1)[0]
@@ -173,7 +186,7 @@ def test_a_used_state_may_be_printed(used: et.TrainState):
     assert "used up by call 2" in repr(used)
 
 
-@pytest.mark.parametrize("name", ["no mesh", "replicated", "split", "replicated, guard"])
+@pytest.mark.parametrize("name", ["no mesh", grid("replicated"), "split", "replicated, guard"])
 def test_a_state_whose_buffers_another_name_gave_away_is_named(name: str):
     # On a mesh jaxlib would end the process.
     program, batch = program_of(*CHAINS[name]), make_batches(1)[0]
@@ -219,7 +232,7 @@ def test_a_state_that_was_given_away_is_named_where_a_batch_alone_is_on_a_mesh()
         program(ts, batch)
 
 
-@pytest.mark.parametrize("name", ["no mesh", "replicated", "split"])
+@pytest.mark.parametrize("name", ["no mesh", grid("replicated"), "split"])
 def test_evaluation_leaves_the_state_alone(name: str):
     program = program_of(*CHAINS[name])
     measure = et.pipe(loss, *CHAINS[name][:-1], et.evaluate)

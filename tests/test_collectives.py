@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxtyping import Array, PyTree
 import eqtrain as et
 from eqtrain._programs.cost import collectives_of
 from tests.helpers import ROWS, combined_loss, error_of, make_batches, make_params, network
+from tests.tiers import default, grid, pairwise
 
 INSIDE, OUTSIDE = "accumulate inside shard", "accumulate outside shard"
 PLACEMENTS = {"replicate": et.replicate(), "fsdp": et.fsdp("data", min_size=1)}
@@ -69,8 +71,7 @@ def kinds(found: et.Inspection) -> set[str]:
     return {collective.kind for collective in found.collectives}
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
-@pytest.mark.parametrize("devices", [2, 4])
+@pairwise({"devices": [2, 4], "microbatches": [1, 4]})
 def test_gradients_travel_in_one_all_reduce_a_step(devices: int, microbatches: int):
     found = inspect(program_of(bare_loss, devices, microbatches))
     # The gradient, and the total and the count of the loss.
@@ -79,7 +80,7 @@ def test_gradients_travel_in_one_all_reduce_a_step(devices: int, microbatches: i
     ]
 
 
-@pytest.mark.parametrize("leaves", [1, 3, 20])
+@pytest.mark.parametrize("leaves", [1, grid(3), 20])
 def test_gradients_travel_together_however_many_leaves(leaves: int):
     def many(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:
         out = jnp.stack([batch["x"] @ weight for weight in model]).sum(0)
@@ -92,7 +93,7 @@ def test_gradients_travel_together_however_many_leaves(leaves: int):
     ]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [grid(1), 2, grid(4), 8])
 def test_accumulating_outside_reduces_once_a_microbatch(microbatches: int):
     found = inspect(program_of(bare_loss, 4, microbatches, order=OUTSIDE))
     assert [(c.kind, c.times, c.bytes) for c in found.collectives] == [
@@ -115,7 +116,7 @@ def test_a_gradient_reduced_in_every_microbatch_is_told_apart():
     assert [(c.kind, c.times) for c in collectives_of(text or "")] == [("all-reduce", 2)]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, grid(2), 4])
 def test_split_leaves_are_gathered_and_scattered_once(microbatches: int):
     found = inspect(program_of(bare_loss, 4, microbatches, "fsdp"))
     whole = sorted((1, size) for size in (4 * 128, 4 * 16, 4 * 128, 4 * 8))
@@ -127,7 +128,7 @@ def test_split_leaves_are_gathered_and_scattered_once(microbatches: int):
     assert totals(found, "all-reduce") == []
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("microbatches", [grid(2), 4])
 def test_accumulating_split_leaves_outside_scatters_once_a_microbatch(microbatches: int):
     found = inspect(program_of(bare_loss, 4, microbatches, "fsdp", OUTSIDE))
     shards = sorted((microbatches, size // 4) for size in (4 * 128, 4 * 16, 4 * 128, 4 * 8))
@@ -140,8 +141,7 @@ def test_accumulating_split_leaves_outside_scatters_once_a_microbatch(microbatch
     assert totals(found, "all-reduce") == []
 
 
-@pytest.mark.parametrize("order", [INSIDE, OUTSIDE])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pairwise({"placement": list(PLACEMENTS), "order": [INSIDE, OUTSIDE]})
 def test_no_row_moves_between_devices(placement: str, order: str):
     found = inspect(program_of(combined_loss, 4, 2, placement, order))
     assert kinds(found) <= {"all-gather", "reduce-scatter", "all-reduce"}
@@ -155,9 +155,13 @@ def test_no_row_moves_between_devices(placement: str, order: str):
     assert moved & {"all-to-all", "collective-permute", "all-gather"}
 
 
-@pytest.mark.parametrize("order", [INSIDE, OUTSIDE])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("loss", [bare_loss, combined_loss])
+@pytest.mark.parametrize(
+    ("loss", "placement", "order"),
+    default(
+        list(itertools.product([bare_loss, combined_loss], PLACEMENTS, [INSIDE, OUTSIDE])),
+        [(bare_loss, "fsdp", INSIDE), (combined_loss, "replicate", OUTSIDE)],
+    ),
+)
 def test_one_device_needs_no_collectives(loss: Any, placement: str, order: str):
     found = inspect(program_of(loss, 1, 2, placement, order))
     assert found.collectives == ()
@@ -187,8 +191,15 @@ def operands(text: str, op: str) -> list[tuple[str, int]]:
     return [(parts[-1], int(np.prod([int(dim) for dim in parts[:-1]]))) for parts in found]
 
 
-@pytest.mark.parametrize("order", [INSIDE, OUTSIDE])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "order"),
+    [
+        ("bfloat16", INSIDE),
+        grid("bfloat16", OUTSIDE),
+        grid("float16", INSIDE),
+        ("float16", OUTSIDE),
+    ],
+)
 def test_reductions_are_float32_and_gathers_narrow(dtype: str, order: str):
     """Read before XLA, which makes collectives of a CPU float32 by itself."""
     short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
@@ -230,8 +241,9 @@ def dots(loss: Any, microbatches: int, devices: int | None = None) -> int:
     return len(re.findall(r"= \S+ dot\(", text))
 
 
-@pytest.mark.parametrize("devices", [None, 4])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("microbatches", "devices"), [(1, None), grid(1, 4), grid(2, None), (2, 4)]
+)
 def test_counting_first_costs_no_matrix_product(microbatches: int, devices: int | None):
     # Forward two, backward three: the batch gets no gradient.
     assert dots(bare_loss, microbatches, devices) == 5

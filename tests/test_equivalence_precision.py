@@ -29,6 +29,7 @@ from tests.helpers import (
     train,
     train_by_hand,
 )
+from tests.tiers import pairwise
 
 LANES = 8
 # Gradients of the first step, from equal parameters: eight float32 numbers summed in another order.

@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree
 import eqtrain as et
 from models.layers import BatchNorm
 from tests.helpers import HIDDEN, INPUT, OUTPUT, make_params
+from tests.tiers import grid, pairwise
 
 ORDERS = ["accumulate inside shard", "accumulate outside shard"]
 PLACEMENTS = {"replicate": et.replicate(), "fsdp": et.fsdp("data", min_size=1)}
@@ -216,23 +217,30 @@ def test_state_that_is_not_joined_comes_out_as_the_average(order: str, largest: 
     assert bool(ts.state["seen"])
 
 
-@pytest.mark.parametrize("order", [None, "tree"])
+INTEGERS = [
+    ("uint32", 3_000_000_000, 5),
+    ("int32", 2**31 - 1, -(2**31)),
+    ("uint8", 250, 3),
+    ("int8", -100, -128),
+    ("bool", True, False),
+    ("int64", 2**40 + 1, 2**40),
+    ("int64", -(2**40), -(2**63)),
+    ("uint64", 2**63 + 1, 2**63),
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "largest", "other"),
+    ("integers", "order"),
+    # By turns: an integer takes one way for all dtypes in each order of sums.
     [
-        ("uint32", 3_000_000_000, 5),
-        ("int32", 2**31 - 1, -(2**31)),
-        ("uint8", 250, 3),
-        ("int8", -100, -128),
-        ("bool", True, False),
-        ("int64", 2**40 + 1, 2**40),
-        ("int64", -(2**40), -(2**63)),
-        ("uint64", 2**63 + 1, 2**63),
+        ((one, order) if (place + (order == "tree")) % 2 == 0 else grid(one, order))
+        for place, one in enumerate(INTEGERS)
+        for order in (None, "tree")
     ],
 )
-def test_integers_of_a_state_keep_every_bit(
-    dtype: str, largest: int, other: int, order: str | None
-):
+def test_integers_of_a_state_keep_every_bit(integers: Any, order: str | None):
+    dtype, largest, other = integers
+
     def loss(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:
         return et.mean(model["w"] * batch["x"]), batch["seen"].max(), {}
 

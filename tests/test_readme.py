@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqtrain as et
+from tests.tiers import grid
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -63,7 +64,7 @@ def test_the_pipeline_form_trains_and_evaluates():
     assert exact < 0.25 * (source["y"] ** 2).mean()
 
 
-@pytest.mark.parametrize("transform", ["accumulate", "shard", "guard", "repeat"])
+@pytest.mark.parametrize("transform", [grid("accumulate"), "shard", grid("guard"), "repeat"])
 def test_the_pipeline_works_without_a_transform(transform: str):
     changes = {rf"\n    et\.{transform}\(.*": "", r"epochs=10": "epochs=5"}
     if transform == "repeat":

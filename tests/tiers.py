@@ -52,3 +52,19 @@ def _covering(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def _pairs(case: tuple[Any, ...]) -> Any:
     # By their text: what is compared by identity, such as a placement, has no hash of its own.
     return itertools.combinations([(place, repr(one)) for place, one in enumerate(case)], 2)
+
+
+def grid(*case: Any, id: str | None = None) -> Any:  # noqa: A002 (pytest's own name)
+    """A case of `parametrize` that runs in the second tier alone."""
+    return pytest.param(*case, marks=pytest.mark.grid, id=id)
+
+
+def default(cases: Sequence[Any], chosen: Sequence[Any]) -> list[Any]:
+    """The cases of `parametrize`, of which all but the `chosen` are in the second tier."""
+    unknown = [case for case in chosen if case not in cases]
+    assert not unknown, f"no such cases: {unknown}"
+    return [case if case in chosen else grid(*_values(case)) for case in cases]
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)

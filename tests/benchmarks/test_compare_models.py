@@ -10,13 +10,14 @@ from benchmarks.compare_models import TINY_JOBS, goals_of
 from benchmarks.contenders import COMPARED
 from benchmarks.peers.eqtrain_models import make_stepper, write_weights
 from benchmarks.sharding import require_same_losses
+from tests.tiers import default
 
 
 def losses_of(run: Any) -> list[float]:
     return [run(1) for _ in range(COMPARED)]
 
 
-@pytest.mark.parametrize("model", TINY_JOBS)
+@pytest.mark.parametrize("model", default(list(TINY_JOBS), ["resnet18", "llama"]))
 def test_torch_takes_our_steps(model, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

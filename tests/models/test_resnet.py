@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 from models.resnet import RESNET_18, RESNET_50, RESNET_TINY, ResNet, Size, hugging_face
+from tests.tiers import default
 
 # One block with an identity as its shortcut, and one with a convolution: quick to compile.
 SMALL = Size((1, 1), (8, 16))
@@ -85,8 +86,19 @@ def relative(actual: Any, expected: Any) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.parametrize("size", [RESNET_18, RESNET_50], ids=["18", "50"])
-def test_training_matches_torch(size):
+# Each kind of block twice, one behind a shortcut that is a convolution, in fewer stages: what is
+# compiled grows with the blocks. The whole networks are in the grid.
+SIZES = {
+    "basic": Size((2, 1), (64, 128)),
+    "bottleneck": Size((2, 1), (64, 128), bottleneck=True),
+    "18": RESNET_18,
+    "50": RESNET_50,
+}
+
+
+@pytest.mark.parametrize("name", default(list(SIZES), ["basic", "bottleneck"]))
+def test_training_matches_torch(name):
+    size = SIZES[name]
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, 64, 64, 3)).astype(np.float32)

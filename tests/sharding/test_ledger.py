@@ -25,6 +25,7 @@ from jaxtyping import Array, PyTree
 
 import eqtrain as et
 from models.llama import LLAMA_7B, Llama, LlamaConfig, tensor_parallel
+from tests.tiers import default
 
 CONFIG = LlamaConfig(
     vocab_size=128, dim=64, num_layers=3, num_heads=4, num_kv_heads=2, hidden_dim=128
@@ -174,7 +175,16 @@ def size_of(shape: str) -> int:
     return 4 * math.prod(int(dim) for dim in shape[4:-1].split(","))
 
 
-@pytest.mark.parametrize("name", CASES)
+# Every kind of collective over every axis once; what the others join is in the grid.
+DEFAULT = [
+    "ZeRO-1",
+    "FSDP up front x TP",
+    "data x FSDP lazy x TP",
+    "data x FSDP lazy x sequence parallel",
+]
+
+
+@pytest.mark.parametrize("name", default(list(CASES), DEFAULT))
 def test_the_ledger_is_the_closed_form(name: str):
     case = CASES[name]
     program = program_of(case)
@@ -201,6 +211,7 @@ def check_7b(case: Case) -> None:
     assert inspection.donated_bytes >= held and devices == jax.device_count()
 
 
+@pytest.mark.grid
 def test_7b_on_8_devices():
     check_7b(Case(2, 2, 2, gather="lazy"))
 
