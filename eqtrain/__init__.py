@@ -65,11 +65,11 @@ from ._preemption import Preemption as Preemption
 from ._preemption import Preempted as Preempted
 
 # Errors and warnings.
-from ._core.levels import OrderError as OrderError
-from ._core.step import StepError as StepError
-from ._core.step import NonFiniteError as NonFiniteError
-from ._core.step import CheckError as CheckError
-from ._core.step import ReplicasError as ReplicasError
+from ._core.order import OrderError as OrderError
+from ._core.errors import StepError as StepError
+from ._core.errors import NonFiniteError as NonFiniteError
+from ._core.errors import CheckError as CheckError
+from ._core.errors import ReplicasError as ReplicasError
 from ._state.train_state import UsedStateError as UsedStateError
 from ._programs.dispatch import RecompilationError as RecompilationError
 from ._programs.dispatch import RecompilationWarning as RecompilationWarning

@@ -34,15 +34,18 @@ NINE = tuple(name for name in LEVELS if name not in ("jit", "evaluate"))
 
 RATE, DECAY, LEARNING_RATE = 0.25, 0.5, 0.125
 
-# The transforms as they are written, and as error messages write them.
+# The transforms as they are written, and as error messages and `repr` write them.
 WRITTEN: dict[str, tuple[str, Any]] = {
-    "precision": ('et.precision("bfloat16")', et.precision("bfloat16")),
+    "precision": ("et.precision('bfloat16')", et.precision("bfloat16")),
     "remat": ("et.remat", et.remat),
     "accumulate": ("et.accumulate(2)", et.accumulate(2)),
-    "shard": ("et.shard(mesh, ...)", et.shard(et.mesh(data=2), batch=P("data"))),
+    "shard": (
+        "et.shard(et.mesh(data=2), batch=P('data'))",
+        et.shard(et.mesh(data=2), batch=P("data")),
+    ),
     "update": ("et.update(optimizer)", et.update(optax.sgd(LEARNING_RATE))),
     "ema": (f"et.ema({DECAY})", et.ema(DECAY)),
-    "guard": ('et.guard(nonfinite="skip")', et.guard(nonfinite="skip")),
+    "guard": ("et.guard", et.guard(nonfinite="skip")),
     "repeat": ("et.repeat(2)", et.repeat(2)),
     "donate": ("et.donate", et.donate),
     "jit": ("et.jit", et.jit),

@@ -118,7 +118,10 @@ def test_a_step_taken_from_a_bundle_is_the_step_bit_for_bit(saved: Any):
 
 def test_a_bundle_says_what_it_is(saved: Any):
     bundle = read_bundle(saved[0])
-    assert bundle.chain.startswith("et.pipe(loss, et.shard(mesh, ...), et.update(optimizer), et.g")
+    assert bundle.chain == (
+        "et.pipe(loss, et.shard(et.mesh(data=4), batch=P('data'), model=et.fsdp('data', "
+        "min_size=16)), et.update(optimizer), et.guard, et.donate)"
+    )
     assert bundle.mesh == {"data": 4} and bundle.num_steps is None
     assert bundle.reason == {"loss": "nan", "why": ["spike", 2]}
     assert bundle.versions["jax"] == jax.__version__ and bundle.notes == []

@@ -271,8 +271,7 @@ COMPILED: list[str] = []
 
 
 def _note_compilation(event: str, duration_secs: float, **kwargs: Any) -> None:
-    # `traced` is what the function is called that a program gives to `jax.jit`.
-    if event.endswith("backend_compile_duration") and kwargs.get("fun_name") == "jit(traced)":
+    if event.endswith("backend_compile_duration") and kwargs.get("fun_name") == "jit(train_step)":
         COMPILED.append(event)
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import re
 
+import jax
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
 from tests.orders import (
@@ -39,7 +42,7 @@ def test_all_chains_are_built_or_refused_as_the_table_says():
     for chain in right_chains(NINE):
         met += 1
         built = build(chain)
-        assert (type(built).__name__ if chain else "Loss") == level_of(chain), chain
+        assert (built.name if chain else "Loss") == level_of(chain), chain
         left = [name for name in NINE if name not in chain]
         for name in left:
             if level_of((*chain, name)) is None:
@@ -53,7 +56,7 @@ def test_all_chains_are_built_or_refused_as_the_table_says():
 def test_pipe_applies_transforms_from_the_loss_outward():
     chain = ("precision", "accumulate", "update", "guard", "donate")
     built = et.pipe(loss, *(WRITTEN[name][1] for name in chain))
-    assert [link.source for link in built.chain] == [WRITTEN[name][0] for name in chain]
+    assert [level.source for level in built.chain] == [WRITTEN[name][0] for name in chain]
     with pytest.raises(et.OrderError):
         et.pipe(loss, et.donate, et.accumulate(2), et.remat)
 
@@ -107,3 +110,60 @@ def test_a_transform_that_may_not_occur_twice_is_refused(name: str):
         else:
             assert name in REPEATABLE
             WRITTEN[name][1](build(chain))
+
+
+def train_step(model, state, batch, key):
+    return et.mean(batch["x"] * model), state, {}
+
+
+MESH = et.mesh(data=4, model=2)
+HEADS = et.rules({"query": P(None, "model")}, otherwise=et.fsdp("data", lazy="blocks"))
+# What was written, and what was not but is so by default.
+PIPELINES = {
+    "et.pipe(train_step, et.precision('float16'), et.accumulate(8), "
+    "et.shard(et.mesh(data=4, model=2), batch=P(('data', 'model')), model=et.fsdp('data', "
+    "min_size=1)), et.update(optimizer), et.guard(nonfinite='raise', max_consecutive=3), "
+    "et.donate(max_compilations=1))": [
+        et.precision("float16"),
+        et.accumulate(8),
+        et.shard(MESH, batch=P(("data", "model")), model=et.fsdp("data", min_size=1)),
+        et.update(optax.adamw(1e-3)),
+        et.guard(nonfinite="raise", max_consecutive=3),
+        et.donate(max_compilations=1),
+    ],
+    "et.pipe(train_step, et.remat(policy=jax.checkpoint_policies.dots_saveable), "
+    "et.accumulate(2, order='tree'), et.shard(et.mesh(data=4, model=2), "
+    "batch={'x': P('data'), 'y': P('data')}, "
+    "model=et.rules({'query': P(None, 'model')}, otherwise=et.fsdp('data', lazy='blocks')), "
+    "order='tree'), et.update(optimizer, shard_state='data'), et.ema(0.99), "
+    "et.guard(spike=et.Spike()), et.repeat(5), et.jit)": [
+        et.remat(policy=jax.checkpoint_policies.dots_saveable),
+        et.accumulate(2, order="tree"),
+        et.shard(MESH, batch={"x": P("data"), "y": P("data")}, model=HEADS, order="tree"),
+        et.update(optax.sgd(0.1), shard_state="data"),
+        et.ema(0.99),
+        et.guard(spike=et.Spike()),
+        et.repeat(5),
+        et.jit,
+    ],
+    "et.pipe(train_step, et.precision('float16', loss_scaling=et.LossScaling(initial=8.0)), "
+    "et.evaluate)": [
+        et.precision("float16", loss_scaling=et.LossScaling(initial=8.0)),
+        et.evaluate,
+    ],
+    "et.pipe(train_step, et.update(optimizer, trainable=et.matching('head')), "
+    "et.guard(checks=('float', 'index'), bundles='runs/bad'))": [
+        et.update(optax.sgd(0.1), trainable=et.matching("head")),
+        et.guard(checks=["float", "index"], bundles="runs/bad"),
+    ],
+}
+
+
+@pytest.mark.parametrize("text", PIPELINES)
+def test_repr_is_the_pipeline_with_its_arguments(text: str):
+    assert repr(et.pipe(train_step, *PIPELINES[text])) == text
+
+
+def test_levels_are_equal_only_to_themselves():
+    first, second = (et.accumulate(2)(train_step) for _ in range(2))
+    assert first == first and first != second and len({first, second}) == 2

@@ -1,13 +1,14 @@
-"""The four levels a transform can take, and the error for a wrong order.
+"""The first two levels that a transform can take: a Loss, and what it contributes to a step.
 
-Loss -> Contribute -> Step -> Program. A level is a frozen dataclass with one call signature; a
-transform takes one level and gives the same or the next. Which level a value has is known when the
-chain is built, so a wrong order is an error before anything is traced.
+Loss -> Contribute -> Step -> Program. A transform takes one level and gives the same or the next,
+as a frozen object that holds what it was applied to; so a wrong order is an error before anything
+is traced, and what was built can be written down again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,11 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._sharding.placement import Layout
-from .contribution import Contribution, Objective, count_terms, differentiate, inverse
-
-
-class OrderError(TypeError):
-    """A transform was given a level that it cannot take."""
+from .contribution import COUNTING, Contribution, Objective, differentiate, inverse
+from .level import Level
+from .order import order_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,56 +45,63 @@ class LossScaling:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Level:
-    """What all levels share: what they wrap, and the chain of transforms that made them."""
-
-    name: ClassVar[str]
-    chain: tuple[Link, ...] = ()
-    wrapped: Callable[..., Any]
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.wrapped
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """One transform of a chain as a user writes it, and the level that it gave."""
-
-    source: str
-    gives: type[Level]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss(Level):
     """`(model, state, batch, key) -> (loss, state, metrics)`."""
 
     name: ClassVar[str] = "Loss"
-    function: Callable[[PyTree, PyTree, PyTree, Any], Any]
-    compute_dtype: Any = None
-    loss_scaling: LossScaling | None = None
+    rank: ClassVar[int] = 0
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype that the loss computes in, where a transform chose it."""
+        return self.inner.compute_dtype if isinstance(self.inner, Loss) else None
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How gradients are scaled, where a transform does."""
+        return self.inner.loss_scaling if isinstance(self.inner, Loss) else None
 
     def __call__(self, model: PyTree, state: PyTree, batch: PyTree, key: Shaped[Any, "..."]) -> Any:
-        return self.function(model, state, batch, key)
+        return self.inner(model, state, batch, key)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class UserLoss(Loss):
+    """The function that a user wrote."""
+
+    @property
+    def source(self) -> None:
+        return None
+
+
 class Contribute(Level):
-    """`(model, state, batch, key) -> Contribution`.
-
-    `contribute` and `count` are what the level does, with the objective spelt out; `layout` says
-    on which mesh and how the model lies, once `shard` is in the chain.
-    """
+    """`(model, state, batch, key) -> Contribution`."""
 
     name: ClassVar[str] = "Contribute"
-    contribute: Callable[[PyTree, PyTree, PyTree, Any, Objective], Contribution]
-    count: Callable[[PyTree, PyTree, PyTree, Any], tuple[tuple[Array, ...], PyTree]]
-    compute_dtype: Any = None
-    loss_scaling: LossScaling | None = None
-    layout: Layout | None = None
-    # "tree" where sums are taken in a fixed order.
-    order: str | None = None
+    rank: ClassVar[int] = 1
+
+    @abstractmethod
+    def contribute(
+        self, model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
+    ) -> Contribution:
+        """What the level does, with the objective spelt out."""
+
+    @property
+    def compute_dtype(self) -> Any:
+        return self.inner.compute_dtype
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        return self.inner.loss_scaling
+
+    @property
+    def layout(self) -> Layout | None:
+        """On which mesh it runs and how the model lies there, once `shard` is in the chain."""
+        return self.inner.layout if isinstance(self.inner, Contribute) else None
+
+    @property
+    def order(self) -> str | None:
+        """`"tree"` where sums are taken in a fixed order."""
+        return self.inner.order if isinstance(self.inner, Contribute) else None
 
     def __call__(
         self,
@@ -121,15 +127,32 @@ class Contribute(Level):
         """The weights that the loss's terms have in the global batch, and what to differentiate.
 
         A loss of one term is divided once, afterwards. With more terms each has its own count,
-        and one gradient buffer is enough only if the counts are known first.
+        and one gradient buffer is enough only if the counts are known first. What the counts do not
+        depend on is dead code in the compiled program.
         """
         if trainable is None:
             trainable = jax.tree.map(is_trainable_array, model)
-        counts, _ = jax.eval_shape(lambda: self.count(model, state, batch, key))
-        if len(counts) == 1:
+
+        def counts() -> list[Array]:
+            counted = self.contribute(model, state, batch, key, COUNTING)
+            return [term.count for term in counted.loss.terms]
+
+        if len(jax.eval_shape(counts)) == 1:
             return Objective(trainable, None, scale)
-        counts, _ = self.count(model, state, batch, key)
-        return Objective(trainable, inverse(jnp.stack(counts)), scale)
+        return Objective(trainable, inverse(jnp.stack(counts())), scale)
+
+
+class Lifted(Contribute):
+    """A Loss where a Contribute is wanted: all of the batch at once, where it is."""
+
+    @property
+    def source(self) -> None:
+        return None
+
+    def contribute(
+        self, model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
+    ) -> Contribution:
+        return differentiate(self.inner, model, state, batch, key, objective)
 
 
 def is_trainable_array(leaf: Any) -> bool:
@@ -141,8 +164,8 @@ def as_loss(given: Any, source: str) -> Loss:
     if isinstance(given, Loss):
         return given
     if isinstance(given, Level) or not callable(given):
-        raise order_error(source, "a Loss", given)
-    return Loss(wrapped=given, function=given)
+        raise order_error(source, (Loss,), given)
+    return UserLoss(given)
 
 
 def as_contribute(given: Any, source: str) -> Contribute:
@@ -150,106 +173,15 @@ def as_contribute(given: Any, source: str) -> Contribute:
     if isinstance(given, Contribute):
         return given
     if isinstance(given, Level) and not isinstance(given, Loss) or not callable(given):
-        raise order_error(source, "a Loss or Contribute", given)
-    loss = as_loss(given, source)
-
-    def contribute(
-        model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
-    ) -> Contribution:
-        return differentiate(loss, model, state, batch, key, objective)
-
-    def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
-        return count_terms(loss, model, state, batch, key)
-
-    return Contribute(
-        chain=loss.chain,
-        wrapped=loss,
-        contribute=contribute,
-        count=count,
-        compute_dtype=loss.compute_dtype,
-        loss_scaling=loss.loss_scaling,
-    )
+        raise order_error(source, (Loss, Contribute), given)
+    return Lifted(as_loss(given, source))
 
 
-def require_order(order: Any, source: str) -> None:
-    if order not in (None, "tree"):
-        raise ValueError(
-            f'The order of the sums of `{source}` must be "tree" or None. Got {order!r}. '
-            'None is faster; "tree" gives the same bits on 1, 2, 4, 8, ... devices.'
-        )
-
-
-def once(given: Level, source: str) -> None:
-    """Refuses a transform that is in the chain already."""
-    verb = source.split("(")[0]
-    for link in given.chain:
-        if link.source.split("(")[0] == verb:
-            raise OrderError(
-                f"`{verb}` may occur once in a chain. Got `{source}` after `{link.source}`, in "
-                f"{written(given.chain)}. Remove one of the two."
-            )
-
-
-# How far from the loss each level is; nothing takes the last ones.
-_RANK = {"Loss": 0, "Contribute": 1, "Step": 2, "Program": 3, "Evaluation": 3}
-
-
-def order_error(source: str, takes: str, given: Any) -> OrderError:
-    """The error for `source` applied to the wrong level, with the line to write instead.
-
-    `takes` names the level, or two joined by "or", with its article.
-    """
-    if not isinstance(given, Level) and callable(given):
-        given = Loss(wrapped=given, function=given)
-    if not isinstance(given, Level):
-        return OrderError(
-            f"`{source}` takes {takes}. Got {type(given).__name__}, which is no function. "
-            f"Write `et.pipe(loss, ..., {source})`, or `@{source}` above the function."
-        )
-    article = "an" if given.name[0] in "AEIOU" else "a"
-    made = f", made by {written(given.chain)}" if given.chain else ""
-    rule = f"`{source}` takes {takes}. Got {article} {given.name}{made}."
-    accepted = [_RANK[name] for name in takes.removeprefix("a ").split(" or ")]
-    links = [link.source for link in given.chain]
-    if _RANK[given.name] < min(accepted):
-        right = [*links, "et.update(optimizer)", source]
-        return OrderError(
-            f"{rule} `et.update(optimizer)` makes a Step of it. Write {_pipeline(right)}, "
-            f"or as decorators `@{source}` above `@et.update(optimizer)`."
-        )
-    # The first link that left the levels which this transform takes is the line to move before.
-    index, link = next(
-        (index, link)
-        for index, link in enumerate(given.chain)
-        if _RANK[link.gives.name] > max(accepted)
-    )
-    if link.source == "et.evaluate" or {link.source, source} <= {"et.jit", "et.donate"}:
-        kept = [*links[:index], source]
-        return OrderError(
-            f"{rule} A chain ends with one of the two. Remove `{link.source}`: {_pipeline(kept)}."
-            if _RANK["Step"] in accepted and link.source != "et.evaluate"
-            else f"{rule} What measures and what trains are two chains. Start from the loss again, "
-            f"without `{link.source}`."
-        )
-    if source == "et.evaluate":
-        return OrderError(
-            f"{rule} What measures and what trains are two chains. End one before "
-            f"`{link.source}`: {_pipeline([*links[:index], source])}."
-        )
-    right = [*links[:index], source, *links[index:]]
-    return OrderError(
-        f"{rule} Move it before `{link.source}`: {_pipeline(right)}, "
-        f"or as decorators `@{source}` below `@{link.source}`."
-    )
-
-
-def written(chain: tuple[Link, ...]) -> str:
-    """A chain as the pipeline that makes it."""
-    return _pipeline([link.source for link in chain])
-
-
-def _pipeline(sources: list[str]) -> str:
-    return f"`et.pipe({', '.join(['loss', *sources])})`"
+def innermost_loss(level: Level) -> Loss:
+    """The Loss of a chain, with what was made of it while it was one."""
+    while not isinstance(level, Loss):
+        level = level.inner
+    return level
 
 
 def pipe(loss: Callable[..., Any], *transforms: Callable[[Any], Any]) -> Any:
@@ -261,6 +193,8 @@ def pipe(loss: Callable[..., Any], *transforms: Callable[[Any], Any]) -> Any:
     >>> def loss(model, state, batch, key):
     ...     return et.mean((batch["x"] @ model - batch["y"]) ** 2), state, {}
     >>> step = et.pipe(loss, et.accumulate(2), et.update(optax.sgd(0.1)), et.donate)
+    >>> step
+    et.pipe(loss, et.accumulate(2), et.update(optimizer), et.donate)
 
     ```
     """
@@ -268,6 +202,15 @@ def pipe(loss: Callable[..., Any], *transforms: Callable[[Any], Any]) -> Any:
     for transform in transforms:
         given = transform(given)
     return given
+
+
+def require_order(order: Any, source: str) -> None:
+    """Refuses an order of sums that does not exist."""
+    if order not in (None, "tree"):
+        raise ValueError(
+            f'The order of the sums of `{source}` must be "tree" or None. Got {order!r}. '
+            'None is faster; "tree" gives the same bits on 1, 2, 4, 8, ... devices.'
+        )
 
 
 def require_positive(name: str, number: Any, advice: str) -> None:

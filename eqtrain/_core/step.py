@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,30 +21,9 @@ from .._state.initialise import Plan, plan_state
 from .._state.placement_report import PlacementReport, placement_report
 from .._state.train_state import Parts, TrainState, as_arrays, require_train_state
 from .._util.paths import named_leaves
-from .levels import Level, order_error
-
-
-class StepError(Exception):
-    """A step of training failed.
-
-    `state` is the TrainState from before the failure, from which training can go on, and `trip`
-    says what was seen.
-    """
-
-    state: TrainState | None = None
-    trip: Trip | None = None
-
-
-class NonFiniteError(StepError, FloatingPointError):
-    """The loss, the gradients or the new parameters of a step were not finite."""
-
-
-class CheckError(StepError, ValueError):
-    """A `checkify.check` of the loss failed."""
-
-
-class ReplicasError(StepError, RuntimeError):
-    """Copies of one array, on several devices, are no longer equal."""
+from .errors import StepError
+from .level import Level
+from .order import order_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +55,7 @@ Advance = Callable[[Parts, PyTree], tuple[Take, Outcome]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class View:
     """How closely a step is looked at: its checks, by a watch, and its rows in another order."""
 
     checks: bool | None = None
@@ -83,46 +63,91 @@ class Look:
     rows: Int[Array, " rows"] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """What a transform adds around a single update. Layers of lower rank lie further inside.
+class AbstractLayer(ABC):
+    """What a transform adds around a single update. Layers of lower depth lie further inside.
 
-    The rank and not the place in the chain decides, so that a guard holds back what an average
+    The depth and not the place in the chain decides, so that a guard holds back what an average
     adds, whichever of the two was written first.
     """
 
-    rank: int
-    begin: Callable[[Parts], Parts]
-    wrap: Callable[[Advance], Advance]
-    # As `wrap`, for a step whose alarms no host looks at: nothing may wait for that.
-    wrap_unseen: Callable[[Advance], Advance] | None = None
-    # On the host: the error that a trip stands for, or None; what to go on from after it, what
-    # after a trip that the step waited to be seen, and what with a state from elsewhere than a
-    # step, such as a checkpoint.
-    judge: Callable[[Trip], StepError | None] | None = None
-    recover: Callable[[Parts], Parts] | None = None
-    release: Callable[[Parts], Parts] | None = None
-    adopt: Callable[[Parts], Parts] | None = None
+    depth: ClassVar[int]
+
+    @abstractmethod
+    def add_to(self, parts: Parts) -> Parts:
+        """The first parts, with what the layer keeps in `extra`."""
+
+    @abstractmethod
+    def wrap(self, advance: Advance, *, seen: bool) -> Advance:
+        """The step with the layer around it. `seen` says whether a host looks at its alarm."""
+
+    def error_of(self, trip: Trip) -> StepError | None:
+        """On the host: the error that a trip stands for, if any."""
+        return None
+
+    def after_error(self, parts: Parts) -> Parts:
+        """On the host: what to go on from after an error."""
+        return parts
+
+    def after_wait(self, parts: Parts) -> Parts:
+        """On the host: what to go on from after a trip that the step waited to be seen."""
+        return parts
+
+    def from_elsewhere(self, parts: Parts) -> Parts:
+        """On the host: what to go on from with a state from elsewhere, such as a checkpoint."""
+        return parts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(Level):
     """`(TrainState, batch) -> (TrainState, metrics)`. Runs as it is, or compiled by `donate`."""
 
     name: ClassVar[str] = "Step"
-    begin: Callable[[PyTree, PyTree, Array], Parts]
-    advance: Callable[[Parts, PyTree, Look], tuple[Take, Outcome]]
-    layout: Layout | None
-    # How the optimizer's state lies, which is as the parameters unless `update` splits it.
-    state_layout: Layout | None
-    is_trainable: Callable[[PyTree], PyTree]
-    layers: tuple[Layer, ...] = ()
-    num_steps: int | None = None
-    look: Look = Look()
-    # After so many steps copies are compared.
-    replicas_every: int | None = None
-    # Where a trip leaves its replay bundle.
-    bundles: str | None = None
+    rank: ClassVar[int] = 2
+
+    @abstractmethod
+    def begin(self, model: PyTree, state: PyTree, key: Array) -> Parts:
+        """The first parts of a TrainState, without what layers keep."""
+
+    @abstractmethod
+    def advance(self, parts: Parts, batch: PyTree, view: View) -> tuple[Take, Outcome]:
+        """A single update, without the layers around it."""
+
+    @abstractmethod
+    def is_trainable(self, model: PyTree) -> PyTree:
+        """Which leaves are trained, as a pytree of booleans like the model."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout | None:
+        """On which mesh the step runs, and how the model lies there."""
+
+    @property
+    @abstractmethod
+    def state_layout(self) -> Layout | None:
+        """How the optimizer's state lies, which is as the parameters unless `update` splits it."""
+
+    @property
+    def layers(self) -> tuple[AbstractLayer, ...]:
+        """What other transforms add around an update."""
+        return ()
+
+    @property
+    def num_steps(self) -> int | None:
+        """How many steps a call takes, on as many stacked batches; None for one that is not."""
+        return None
+
+    @property
+    def view(self) -> View:
+        return View()
+
+    @property
+    def replicas_every(self) -> int | None:
+        """After how many steps copies are compared."""
+        return None
+
+    @property
+    def bundles(self) -> str | None:
+        """The folder where a trip leaves its replay bundle."""
+        return None
 
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
         """Makes the first TrainState; see `Program.init`."""
@@ -146,8 +171,8 @@ class Step(Level):
     def _plan(self, make: Callable[[Array], Any], key: Array) -> Plan:
         def begin(model: PyTree, state: PyTree, key: Array) -> Parts:
             parts = self.begin(model, state, key)
-            for layer in sorted(self.layers, key=lambda layer: layer.rank):
-                parts = layer.begin(parts)
+            for layer in self._from_inside():
+                parts = layer.add_to(parts)
             return parts
 
         return plan_state(make, key, begin, self.layout, self.state_layout, self.is_trainable)
@@ -161,12 +186,11 @@ class Step(Level):
         """
 
         def looked_at(parts: Parts, batch: PyTree) -> tuple[Take, Outcome]:
-            return self.advance(parts, batch, self.look)
+            return self.advance(parts, batch, self.view)
 
         advance: Advance = looked_at
-        for layer in sorted(self.layers, key=lambda layer: layer.rank):
-            wrap = layer.wrap if seen else layer.wrap_unseen or layer.wrap
-            advance = wrap(advance)
+        for layer in self._from_inside():
+            advance = layer.wrap(advance, seen=seen)
         if self.num_steps is None:
             take, outcome = advance(parts, batch)
             return take(), outcome.metrics, outcome.alarm
@@ -197,21 +221,24 @@ class Step(Level):
         arrays, (metrics, alarm) = lax.scan(body, arrays, jax.tree.map(jnp.asarray, batch))
         return eqx.combine(arrays, static), metrics, alarm
 
+    def _from_inside(self) -> list[AbstractLayer]:
+        return sorted(self.layers, key=lambda layer: layer.depth)
+
     def judge(self, trip: Trip) -> StepError | None:
         """The error that a trip stands for, if any."""
-        errors = [layer.judge(trip) for layer in self.layers if layer.judge is not None]
+        errors = (layer.error_of(trip) for layer in self.layers)
         return next((error for error in errors if error is not None), None)
 
     def recover(self, ts: TrainState) -> TrainState:
         """The TrainState to go on from after an error."""
-        return ts.replace(extra=_changed(ts.parts, [layer.recover for layer in self.layers]).extra)
+        return ts.replace(extra=_changed(ts.parts, [it.after_error for it in self.layers]).extra)
 
     def adopt(self, ts: TrainState) -> tuple[Any, ...]:
         """The leaves to go on from with a TrainState from elsewhere; no other is moved."""
-        traced = isinstance(ts.leaves[0], Tracer)  # of which no host will see an alarm
-        changes = [layer.recover if traced else layer.adopt for layer in self.layers]
-        if not any(changes):
+        if not self.layers:
             return ts.leaves
+        traced = isinstance(ts.leaves[0], Tracer)  # of which no host will see an alarm
+        changes = [it.after_error if traced else it.from_elsewhere for it in self.layers]
         in_extra = [name.startswith("extra") for name in ts.structure.names]
         # It may have been on the host.
         arrays = tuple(
@@ -232,7 +259,7 @@ class Step(Level):
 
     def release(self, ts: TrainState) -> TrainState:
         """The TrainState to go on from once the host has done what a step waited for."""
-        return ts.replace(extra=_changed(ts.parts, [layer.release for layer in self.layers]).extra)
+        return ts.replace(extra=_changed(ts.parts, [it.after_wait for it in self.layers]).extra)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         require_train_state(ts)
@@ -240,17 +267,63 @@ class Step(Level):
         return TrainState(ts.structure.pack(parts), ts.structure, fresh=True), metrics
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepAround(Step):
+    """A Step around another, which is as that one but for what the transform changes."""
+
+    inner: Step
+
+    def begin(self, model: PyTree, state: PyTree, key: Array) -> Parts:
+        return self.inner.begin(model, state, key)
+
+    def advance(self, parts: Parts, batch: PyTree, view: View) -> tuple[Take, Outcome]:
+        return self.inner.advance(parts, batch, view)
+
+    def is_trainable(self, model: PyTree) -> PyTree:
+        return self.inner.is_trainable(model)
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.inner.layout
+
+    @property
+    def state_layout(self) -> Layout | None:
+        return self.inner.state_layout
+
+    @property
+    def layers(self) -> tuple[AbstractLayer, ...]:
+        own = (self,) if isinstance(self, AbstractLayer) else ()
+        return (*self.inner.layers, *own)
+
+    @property
+    def num_steps(self) -> int | None:
+        return self.inner.num_steps
+
+    @property
+    def view(self) -> View:
+        return self.inner.view
+
+    @property
+    def replicas_every(self) -> int | None:
+        return self.inner.replicas_every
+
+    @property
+    def bundles(self) -> str | None:
+        return self.inner.bundles
+
+
 class AbstractCompiledStep(Level):
     """A level that holds a Step, compiled."""
 
-    step: Step
+    inner: Step
+
+    @property
+    def step(self) -> Step:
+        return self.inner
 
 
-def _changed(parts: Parts, changes: list[Callable[[Parts], Parts] | None]) -> Parts:
+def _changed(parts: Parts, changes: list[Callable[[Parts], Parts]]) -> Parts:
     for change in changes:
-        if change is not None:
-            parts = change(parts)
+        parts = change(parts)
     return parts
 
 
@@ -291,5 +364,5 @@ def _kinds(parts: Parts) -> Any:
 def as_step(given: Any, source: str) -> Step:
     """`given` as a Step, or the error that says where `source` belongs."""
     if not isinstance(given, Step):
-        raise order_error(source, "a Step", given)
+        raise order_error(source, (Step,), given)
     return given

@@ -101,12 +101,6 @@ def _site(equation: Any, given: Given) -> CheckSite:
     return CheckSite(text, user_frames(equation), tree)
 
 
-def without_checks(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """`function(*args)` for its value alone, where nobody looks at its checks."""
-    out, _, _ = with_checks(function, *args)
-    return out
-
-
 @contextlib.contextmanager
 def _every_example_checked() -> Iterator[None]:
     """Keeps the dim of `vmap` in what a check is given, where JAX keeps one failure of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .._core.levels import Link
 from .._core.step import Step, as_step
 from .._guard.replicas import checksums, differ, holders
 from .._guard.trips import Alarm, raise_flag
 from .._state.train_state import Structure
+from .._util.text import call
 from .dispatch import Compiled
 from .program import Program
 
@@ -41,7 +42,7 @@ def jit(given: Any = None, *, max_compilations: int | None = None) -> Any:
 
     ```
     """
-    return _compile(given, "et.jit", False, max_compilations)
+    return _compile(given, False, max_compilations)
 
 
 def donate(given: Any = None, *, max_compilations: int | None = None) -> Any:
@@ -68,43 +69,46 @@ def donate(given: Any = None, *, max_compilations: int | None = None) -> Any:
 
     ```
     """
-    return _compile(given, "et.donate", True, max_compilations)
+    return _compile(given, True, max_compilations)
 
 
-def _compile(given: Any, source: str, donates: bool, max_compilations: int | None) -> Any:
+def _compile(given: Any, donates: bool, max_compilations: int | None) -> Any:
+    source = call("donate" if donates else "jit", max_compilations=max_compilations)
+
     def transform(given: Any) -> Program:
         step = as_step(given, source)
-
-        def build(structure: Structure) -> Callable[[tuple[Any, ...], PyTree], Any]:
-            def run(leaves: tuple[Any, ...], batch: PyTree) -> Any:
-                if step.bundles is not None:
-                    from ..bundles.files import encode_batch, require_names  # imports `explain`
-
-                    # When the first step trips, its state is donated already.
-                    require_names(structure.names)
-                    encode_batch(batch)
-                before = structure.unpack(leaves)
-                parts, metrics, alarm = step.run(before, batch)
-                packed = structure.pack(parts)
-                if step.replicas_every is not None and alarm is not None:
-                    due = parts.step // step.replicas_every != before.step // step.replicas_every
-                    alarm = _compare_replicas(step, structure, packed, due, alarm)
-                return packed, metrics, alarm
-
-            return run
 
         def out_shardings(structure: Structure) -> Any:
             return None if step.layout is None else (structure.shardings, None, None)
 
-        return Program(
-            chain=(*step.chain, Link(source, Program)),
-            wrapped=given,
-            step=step,
-            donates=donates,
-            compiled=Compiled("train_step", build, out_shardings, donates, max_compilations),
-        )
+        build = functools.partial(_step_of_leaves, step)
+        compiled = Compiled("train_step", build, out_shardings, donates, max_compilations)
+        return Program(step, donates, compiled)
 
     return transform if given is None else transform(given)
+
+
+def _step_of_leaves(
+    step: Step, structure: Structure
+) -> Callable[[tuple[Any, ...], PyTree], tuple[tuple[Any, ...], dict[str, PyTree], Any]]:
+    """The step as a function of a TrainState's leaves, which is what is compiled."""
+
+    def run(leaves: tuple[Any, ...], batch: PyTree) -> Any:
+        if step.bundles is not None:
+            from ..bundles.files import encode_batch, require_names  # imports `explain`
+
+            # When the first step trips, its state is donated already.
+            require_names(structure.names)
+            encode_batch(batch)
+        before = structure.unpack(leaves)
+        parts, metrics, alarm = step.run(before, batch)
+        packed = structure.pack(parts)
+        if step.replicas_every is not None and alarm is not None:
+            due = parts.step // step.replicas_every != before.step // step.replicas_every
+            alarm = _compare_replicas(step, structure, packed, due, alarm)
+        return packed, metrics, alarm
+
+    return run
 
 
 def _compare_replicas(

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
-from .._core.contribution import batch_size
 from .._core.levels import require_positive
+from .._core.loss import batch_size
 from .._state.train_state import Structure, TrainState, UsedStateError, require_train_state
 from .._util.paths import named_leaves
 from .signature import Signature, advice, changes, is_concrete, placement, signature_of, table
@@ -90,7 +90,7 @@ class Compiled:
         self._build = build
         self._out_shardings = out_shardings
         self._donate = donate
-        self._max_compilations = max_compilations
+        self.max_compilations = max_compilations
         self._jits: dict[Structure, _Jit] = {}
         self._signatures: list[Signature] = []
         self._allowed: set[Any] = set()
@@ -115,7 +115,7 @@ class Compiled:
             for place in ts.structure.sentinels:
                 if _is_deleted(ts.leaves[place]):
                     require_arrays(ts)
-        if self._max_compilations is not None:
+        if self.max_compilations is not None:
             self._refuse_new(ts, batch)
         self._calling.arguments = (ts, batch)
         try:
@@ -131,20 +131,25 @@ class Compiled:
         return out
 
     def lower(self, ts: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Lowers the function for these arguments, or for their shapes. It counts as no call."""
-        return self._jit(ts.structure, self._build(ts.structure)).lower(ts.leaves, batch)
+        """Lowers the function for these arguments, or for their shapes. It counts as no call.
+
+        A call of the same shapes takes what was traced here, and the other way round.
+        """
+        return self._jit_for(ts.structure).run.lower(ts.leaves, batch)
 
     def _jit_for(self, structure: Structure) -> _Jit:
         """The jit for a structure; one that is equal to a known structure shares its jit."""
         with self._lock:
             known = (jit for known, jit in self._jits.items() if same_structure(known, structure))
-            jit = next(known, None) or _Jit(self._jit(structure, self._traced(structure)))
+            jit = next(known, None) or _Jit(self._jit(structure))
             self._jits[structure] = jit
         return jit
 
-    def _jit(self, structure: Structure, function: Callable[..., Any]) -> Any:
+    def _jit(self, structure: Structure) -> Any:
+        traced = self._traced(structure)
+        traced.__name__ = traced.__qualname__ = self.name  # in profiles, logs and errors
         return jax.jit(
-            function,
+            traced,
             donate_argnums=(0,) if self._donate else (),
             # A leaf that jit left out could not be donated.
             keep_unused=True,
@@ -156,7 +161,8 @@ class Compiled:
 
         def traced(leaves: tuple[Any, ...], batch: PyTree) -> Any:
             arguments = self._calling.arguments
-            assert arguments is not None, "traced by something else than a call"
+            if arguments is None:  # lowered, which is no call; a call that follows counts
+                return function(leaves, batch)
             signature = signature_of(*arguments)
             self._count(signature)
             try:
@@ -177,15 +183,16 @@ class Compiled:
             self._signatures.append(signature)
 
     def _note(self, signature: Signature) -> None:
-        """Counts the compilation that no tracing shows: the same arrays, lying elsewhere."""
+        """Counts a compilation that no tracing shows: it was lowered before, or lies elsewhere."""
         with self._lock:
             if signature not in self._signatures:
-                self._warn(signature)
+                if self._signatures:
+                    self._warn(signature)
                 self._signatures.append(signature)
 
     def _warn(self, signature: Signature) -> None:
         """Warns of a compilation after the first; a limit says that those within it are meant."""
-        if self._max_compilations is None:
+        if self.max_compilations is None:
             warnings.warn(self._report(signature), RecompilationWarning, stacklevel=3)
 
     def _refuse_new(self, ts: TrainState, batch: PyTree) -> None:
@@ -194,7 +201,7 @@ class Compiled:
         Tracing would be too late: arrays that lie elsewhere are compiled anew without it. The
         arrays of a step lie alike, so that one stands for all.
         """
-        if len(self._signatures) < (self._max_compilations or 0):
+        if len(self._signatures) < (self.max_compilations or 0):
             return
         leaves, treedef = jax.tree.flatten(batch)
         state = ts.leaves if ts.fresh else ts.leaves[:1]
@@ -207,12 +214,12 @@ class Compiled:
             self._allowed.add(key)
 
     def _require_allowed(self, signature: Signature) -> None:
-        limit = self._max_compilations
+        limit = self.max_compilations
         if limit is not None and len(self._signatures) >= limit:
             raise RecompilationError(self._report(signature))
 
     def _report(self, signature: Signature) -> str:
-        limit = self._max_compilations
+        limit = self.max_compilations
         rule = f"`{self.name}` should be compiled once" + (
             f", and may be {limit} times (`max_compilations`)." if limit and limit > 1 else "."
         )

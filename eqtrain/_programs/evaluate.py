@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._core.contribution import Objective, batch_size
-from .._core.levels import Level, Link, as_contribute
+from .._core.contribution import Objective
+from .._core.level import Level
+from .._core.levels import Contribute, as_contribute
+from .._core.loss import batch_size
 from .._metrics import Sum
 from .._state.train_state import Structure, TrainState
+from .._util.text import call
 from ..random import example_keys
 from .dispatch import Compiled
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Evaluation(Level):
     """`(TrainState, batch) -> metrics`, compiled. Leaves the TrainState as it is."""
 
     name: ClassVar[str] = "Evaluation"
+    rank: ClassVar[int] = 3
+
+    inner: Contribute
     compiled: Compiled
+
+    @property
+    def source(self) -> str:
+        return call("evaluate", max_compilations=self.compiled.max_compilations)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> dict[str, PyTree]:
         return self.compiled(ts, batch)
@@ -60,40 +71,32 @@ def evaluate(given: Any = None, *, max_compilations: int | None = None) -> Any:
     ```
     """
 
+    source = call("evaluate", max_compilations=max_compilations)
+
     def transform(given: Any) -> Evaluation:
-        return _evaluate(given, max_compilations)
+        inner = as_contribute(given, source)
+        build = functools.partial(_metrics_of_leaves, inner)
+        compiled = Compiled("evaluate", build, lambda structure: None, False, max_compilations)
+        return Evaluation(inner, compiled)
 
     return transform if given is None else transform(given)
 
 
-def _evaluate(given: Any, max_compilations: int | None) -> Evaluation:
-    source = "et.evaluate"
-    inner = as_contribute(given, source)
+def _metrics_of_leaves(
+    inner: Contribute, structure: Structure
+) -> Callable[[tuple[Any, ...], PyTree], dict[str, PyTree]]:
+    """The evaluation as a function of a TrainState's leaves, which is what is compiled."""
 
-    def build(structure: Structure) -> Callable[[tuple[Any, ...], PyTree], Any]:
-        def run(leaves: tuple[Any, ...], batch: PyTree) -> dict[str, PyTree]:
-            parts = structure.unpack(leaves)
-            keys = example_keys(
-                parts.key, parts.step, jnp.arange(batch_size(batch), dtype=jnp.int32)
-            )
-            objective = Objective(checks=True)
-            total = inner.contribute(parts.model, parts.state, batch, keys, objective)
-            loss = total.loss
-            metrics = {"loss": loss.terms[0] if len(loss.terms) == 1 else loss, **total.metrics}
-            if total.findings is not None:
-                metrics["failed_checks"] = Sum(total.findings.failed().astype(jnp.int32))
-            return metrics
+    def run(leaves: tuple[Any, ...], batch: PyTree) -> dict[str, PyTree]:
+        parts = structure.unpack(leaves)
+        index = jnp.arange(batch_size(batch), dtype=jnp.int32)
+        keys = example_keys(parts.key, parts.step, index)
+        objective = Objective(checks=True)
+        total = inner.contribute(parts.model, parts.state, batch, keys, objective)
+        loss = total.loss
+        metrics = {"loss": loss.terms[0] if len(loss.terms) == 1 else loss, **total.metrics}
+        if total.findings is not None:
+            metrics["failed_checks"] = Sum(total.findings.failed().astype(jnp.int32))
+        return metrics
 
-        return run
-
-    return Evaluation(
-        chain=(*inner.chain, Link(source, Evaluation)),
-        wrapped=given,
-        compiled=Compiled(
-            "evaluate",
-            build,
-            out_shardings=lambda structure: None,
-            donate=False,
-            max_compilations=max_compilations,
-        ),
-    )
+    return run

@@ -18,10 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from .._core.step import AbstractCompiledStep, StepError
+from .._core.errors import StepError
+from .._core.step import AbstractCompiledStep
 from .._guard.trips import Alarm, Trip, read_flag, read_trips
 from .._state.placement_report import PlacementReport
 from .._state.train_state import Structure, TrainState
+from .._util.text import call
 from .cost import Inspection, inspect_compiled
 from .dispatch import Compiled, check_donated, require_arrays, same_structure
 
@@ -32,11 +34,13 @@ if TYPE_CHECKING:
 MAX_BUNDLES = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Program(AbstractCompiledStep):
     """`(TrainState, batch) -> (TrainState, metrics)`, compiled. Made by `et.jit` or `et.donate`."""
 
     name: ClassVar[str] = "Program"
+    rank: ClassVar[int] = 3
+
     donates: bool
     compiled: Compiled
     _calls: Any = dataclasses.field(default_factory=lambda: itertools.count(1))
@@ -46,6 +50,11 @@ class Program(AbstractCompiledStep):
     _seen: Any = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
     _replays: dict[Structure, Any] = dataclasses.field(default_factory=dict)
     _structures: list[Structure] = dataclasses.field(default_factory=list)
+
+    @property
+    def source(self) -> str:
+        verb = "donate" if self.donates else "jit"
+        return call(verb, max_compilations=self.compiled.max_compilations)
 
     def init(self, make: Callable[[Array], Any], *, key: Array) -> TrainState:
         """Makes the first TrainState: `make(key)` gives the model, or `(model, state)`.

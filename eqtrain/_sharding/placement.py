@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from .._util.paths import named_leaves, path_name
+from .._util.text import Code, call, name_of
 
 Axes = tuple[str, ...]
 # Leaves of fewer elements are replicated: gathering them costs more than it saves.
@@ -26,17 +27,22 @@ Rule = Callable[[str, Any, Mesh], P]
 class Placement:
     """A rule that gives each leaf its spec, and a check that it was meant for this tree.
 
-    `lazy` says of a path whether its leaf is handed to the loss as a shard, for `et.gather`.
+    `lazy` says of a path whether its leaf is handed to the loss as a shard, for `et.gather`. `text`
+    is how a user wrote it.
     """
 
     rule: Rule
     check: Callable[[list[str]], None] = lambda names: None
     lazy: Callable[[str], bool] = lambda path: False
+    text: str = "placement"
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def replicate() -> Placement:
     """Places a full copy of every leaf on every device."""
-    return Placement(lambda path, leaf, mesh: P())
+    return Placement(lambda path, leaf, mesh: P(), text="et.replicate()")
 
 
 def fsdp(
@@ -100,7 +106,9 @@ def fsdp(
                 "Write the first parts of the paths that are gathered later."
             )
 
-    return Placement(rule, check, lambda path: lazy is not None and _is_within(path, lazy))
+    size = None if min_size == MIN_SIZE else min_size
+    text = call("fsdp", axis, min_size=size, lazy=lazy, beside=beside)
+    return Placement(rule, check, lambda path: lazy is not None and _is_within(path, lazy), text)
 
 
 def split_state(placement: Placement, axis: str) -> Placement:
@@ -185,7 +193,10 @@ def rules(
         for spec in (*patterns.values(), *([] if otherwise is None else [otherwise])):
             as_placement(spec).check(names)
 
-    return Placement(rule, check, lambda path: chosen(path).lazy(path))
+    written = {pattern: Code(text_of_specs(spec)) for pattern, spec in patterns.items()}
+    rest = None if otherwise is None else Code(text_of_specs(otherwise))
+    text = call("rules", written, otherwise=rest)
+    return Placement(rule, check, lambda path: chosen(path).lazy(path), text)
 
 
 def as_placement(given: Any) -> Placement:
@@ -193,7 +204,7 @@ def as_placement(given: Any) -> Placement:
     if isinstance(given, Placement):
         return given
     if isinstance(given, P):
-        return Placement(lambda path, leaf, mesh: given)
+        return Placement(lambda path, leaf, mesh: given, text=text_of_specs(given))
     # Looked for first: a tree of specs that is an Equinox module may be callable too.
     specs = {
         path_name(path): spec
@@ -202,7 +213,7 @@ def as_placement(given: Any) -> Placement:
     }
     if not specs and callable(given):
         function: Any = given
-        return Placement(lambda path, leaf, mesh: function(path, leaf))
+        return Placement(lambda path, leaf, mesh: function(path, leaf), text=name_of(given))
     if not specs:
         raise TypeError(
             "`model` of `shard` must be a placement, a PartitionSpec, a function "
@@ -218,7 +229,16 @@ def as_placement(given: Any) -> Placement:
             )
         return specs[path]
 
-    return Placement(rule)
+    return Placement(rule, text="specs")
+
+
+def text_of_specs(given: Any) -> str:
+    """A spec, a placement or a tree of them, as a user writes it."""
+
+    def text(node: Any) -> Any:
+        return Code(f"P({', '.join(map(repr, node))})") if _is_spec(node) else node
+
+    return repr(jax.tree.map(text, given, is_leaf=_is_spec))
 
 
 def _is_spec(node: Any) -> bool:

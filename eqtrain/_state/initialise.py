@@ -35,7 +35,7 @@ class Plan:
     def run(self, key: Array) -> TrainState:
         """Makes the TrainState, each array born on the devices where it belongs."""
 
-        def evaluate(consts: list[Any], key: Array) -> list[Array]:
+        def init(consts: list[Any], key: Array) -> list[Array]:
             return jax.core.eval_jaxpr(self.closed.jaxpr, consts, key)
 
         consts, layout = self.closed.consts, self.layout
@@ -46,7 +46,7 @@ class Plan:
         # takes seconds, three to five times as long as this. Their last bits differ by it.
         quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         leaves = jax.jit(
-            evaluate,
+            init,
             out_shardings=None if layout is None else list(self.structure.shardings),
             compiler_options=quick,
         )(consts, key)

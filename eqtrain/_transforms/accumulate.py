@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .._core.contribution import Contribution, Objective, batch_size, is_example_array
-from .._core.levels import Contribute, Link, as_contribute, require_order, written
+from .._core.contribution import Contribution, Objective
+from .._core.level import written
+from .._core.levels import Contribute, as_contribute, require_order
+from .._core.loss import batch_size, is_example_array
 from .._metrics import Max, accumulator_dtype, collapse, integer_dtype, is_metric
 from .._sharding.ordered import add_lanes, require_power_of_two
 from .._sharding.placement import Layout
 from .._util.paths import path_name
+from .._util.text import call
 
 
 def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[Any], Contribute]:
@@ -63,116 +66,100 @@ def accumulate(num_microbatches: int, *, order: str | None = None) -> Callable[[
             f"The number of microbatches must be positive. Got {num_microbatches}. "
             "1 runs the batch as a whole."
         )
-    source = f"et.accumulate({num_microbatches}{f', order={order!r}' if order else ''})"
-    require_order(order, source)
+    require_order(order, call("accumulate", num_microbatches, order=order))
     if order == "tree":
         require_power_of_two(num_microbatches, "microbatches")
-
-    def transform(given: Any) -> Contribute:
-        inner = as_contribute(given, source)
-        if order == "tree" or inner.order == "tree" and num_microbatches > 1:
-            _refuse_outside(inner, num_microbatches, source)
-            return _in_tree_order(inner, num_microbatches, source, given)
-        shards = inner.layout.batch_shards if inner.layout else 1
-
-        def contribute(
-            model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
-        ) -> Contribution:
-            if num_microbatches == 1:
-                return inner.contribute(model, state, batch, key, objective)
-            parts, join = _cut(batch, key, num_microbatches, shards)
-            arrays, static = eqx.partition(state, eqx.is_array)
-
-            def body(carry: tuple[PyTree, PyTree], part: PyTree) -> Any:
-                grads, arrays = carry
-                part_batch, part_key = join(part)
-                added = inner.contribute(
-                    model, eqx.combine(arrays, static), part_batch, part_key, objective
-                )
-                grads = jax.tree.map(jnp.add, grads, added.grads)
-                of_part = (added.loss, added.metrics, added.findings)
-                return (grads, eqx.filter(added.state, eqx.is_array)), of_part
-
-            zeros = _zero_grads(inner.layout, model, objective)
-            (grads, arrays), (loss, metrics, findings) = lax.scan(body, (zeros, arrays), parts)
-            return Contribution(
-                grads,
-                collapse(loss),
-                eqx.combine(arrays, static),
-                collapse(metrics),
-                None if findings is None else findings.join(),
-            )
-
-        def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
-            if num_microbatches == 1:
-                return inner.count(model, state, batch, key)
-            parts, join = _cut(batch, key, num_microbatches, shards)
-            arrays, static = eqx.partition(state, eqx.is_array)
-
-            def body(arrays: PyTree, part: PyTree) -> Any:
-                counts, new_state = inner.count(model, eqx.combine(arrays, static), *join(part))
-                return eqx.filter(new_state, eqx.is_array), counts
-
-            arrays, counts = lax.scan(body, arrays, parts)
-            return tuple(count.sum(0) for count in counts), eqx.combine(arrays, static)
-
-        return dataclasses.replace(
-            inner,
-            chain=(*inner.chain, Link(source, Contribute)),
-            wrapped=given,
-            contribute=contribute,
-            count=count,
-        )
-
-    return transform
+    return lambda given: Accumulate(given, num_microbatches, order)
 
 
-def _refuse_outside(inner: Contribute, num_microbatches: int, source: str) -> None:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Accumulate(Contribute):
+    """A contribution, microbatch by microbatch."""
+
+    num_microbatches: int
+    sum_order: str | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", as_contribute(self.inner, self.source))
+        if self._in_tree_order:
+            _refuse_outside(self)
+
+    @property
+    def source(self) -> str:
+        return call("accumulate", self.num_microbatches, order=self.sum_order)
+
+    @property
+    def order(self) -> str | None:
+        return "tree" if self._in_tree_order else self.inner.order
+
+    @property
+    def _in_tree_order(self) -> bool:
+        ordered_inside = self.inner.order == "tree" and self.num_microbatches > 1
+        return self.sum_order == "tree" or ordered_inside
+
+    def contribute(
+        self, model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
+    ) -> Contribution:
+        arrays, static = eqx.partition(state, eqx.is_array)
+
+        def run(arrays: PyTree, part: PyTree) -> Contribution:
+            whole_state = eqx.combine(arrays, static)
+            added = self.inner.contribute(model, whole_state, *join(part), objective)
+            return dataclasses.replace(added, state=eqx.filter(added.state, eqx.is_array))
+
+        if self._in_tree_order:
+            parts, join = _cut(batch, key, self.num_microbatches, 1)
+            total = _add_as_tree(run, arrays, parts)
+        elif self.num_microbatches == 1:
+            return self.inner.contribute(model, state, batch, key, objective)
+        else:
+            shards = self.layout.batch_shards if self.layout else 1
+            parts, join = _cut(batch, key, self.num_microbatches, shards)
+            zeros = _zero_grads(self.layout, model, objective)
+            total = _add_in_turn(run, arrays, parts, zeros)
+        return dataclasses.replace(total, state=eqx.combine(total.state, static))
+
+
+# The contribution of a microbatch, from the arrays of the state before it.
+Run = Callable[[PyTree, PyTree], Contribution]
+
+
+def _add_in_turn(run: Run, arrays: PyTree, parts: PyTree, zeros: PyTree) -> Contribution:
+    """Adds microbatches one after the other, each from the state that the one before left."""
+
+    def body(carry: tuple[PyTree, PyTree], part: PyTree) -> Any:
+        grads, arrays = carry
+        added = run(arrays, part)
+        grads = jax.tree.map(jnp.add, grads, added.grads)
+        return (grads, added.state), (added.loss, added.metrics, added.findings)
+
+    (grads, arrays), (loss, metrics, findings) = lax.scan(body, (zeros, arrays), parts)
+    findings = None if findings is None else findings.join()
+    return Contribution(grads, collapse(loss), arrays, collapse(metrics), findings)
+
+
+def _add_as_tree(run: Run, arrays: PyTree, parts: PyTree) -> Contribution:
+    """Adds microbatches as a balanced tree, each from the step's state."""
+    num_lanes = len(parts[1])
+
+    def lane(part: PyTree) -> Contribution:
+        added = run(arrays, part)
+        return dataclasses.replace(added, state=_as_lane(added.state, num_lanes))
+
+    total = add_lanes(lane, parts, jax.random.key_data(parts[1]))
+    return dataclasses.replace(total, state=_from_lanes(total.state, arrays))
+
+
+def _refuse_outside(level: Accumulate) -> None:
     """Refuses sums over microbatches of what was summed over devices, or over others, before."""
+    inner = level.inner
     if inner.layout is not None or inner.order is not None:
-        ordered = f"et.accumulate({num_microbatches}, order='tree')"
+        ordered = call("accumulate", level.num_microbatches, order="tree")
         raise ValueError(
-            f"In tree order, `{source}` adds the rows of one device, and stands once, inside "
+            f"In tree order, `{level.source}` adds the rows of one device, and stands once, inside "
             f"`et.shard`. Got it after {written(inner.chain)}. "
             f"Write `et.pipe(loss, {ordered}, et.shard(..., order='tree'), ...)`."
         )
-
-
-def _in_tree_order(inner: Contribute, num_microbatches: int, source: str, given: Any) -> Contribute:
-    def add(
-        run: Callable[[PyTree, PyTree, Any], PyTree], state: PyTree, batch: PyTree, key: Any
-    ) -> PyTree:
-        parts, join = _cut(batch, key, num_microbatches, 1)
-        arrays, static = eqx.partition(state, eqx.is_array)
-
-        def lane(part: PyTree) -> PyTree:
-            sums, after = run(eqx.combine(arrays, static), *join(part))
-            return sums, _as_lane(eqx.filter(after, eqx.is_array), num_microbatches)
-
-        sums, after = add_lanes(lane, parts, jax.random.key_data(parts[1]))
-        return sums, eqx.combine(_from_lanes(after, arrays), static)
-
-    def contribute(
-        model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
-    ) -> Contribution:
-        def run(state: PyTree, batch: PyTree, key: Any) -> PyTree:
-            added = inner.contribute(model, state, batch, key, objective)
-            return (added.grads, added.loss, added.metrics, added.findings), added.state
-
-        (grads, loss, metrics, findings), after = add(run, state, batch, key)
-        return Contribution(grads, loss, after, metrics, findings)
-
-    def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
-        return add(lambda *part: inner.count(model, *part), state, batch, key)
-
-    return dataclasses.replace(
-        inner,
-        chain=(*inner.chain, Link(source, Contribute)),
-        wrapped=given,
-        contribute=contribute,
-        count=count,
-        order="tree",
-    )
 
 
 def _as_lane(arrays: PyTree, num_lanes: int) -> PyTree:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._core.levels import Link, once
-from .._core.step import Advance, Layer, Outcome, Step, Take, as_step
+from .._core.order import require_once
+from .._core.step import AbstractLayer, Advance, Outcome, Step, StepAround, Take, as_step
 from .._metrics import accumulator_dtype
 from .._state.train_state import Parts
+from .._util.text import call
 
 
 def ema(decay: float) -> Callable[[Any], Step]:
@@ -42,49 +43,55 @@ def ema(decay: float) -> Callable[[Any], Step]:
         raise ValueError(
             f"The decay of an average must be in [0, 1). Got {decay!r}. 0.999 is a common choice."
         )
-    source = f"et.ema({decay})"
+    return lambda given: Ema(given, decay)
 
-    def transform(given: Any) -> Step:
-        step = as_step(given, source)
-        once(step, source)
 
-        def begin(parts: Parts) -> Parts:
-            average = jax.tree.map(
-                lambda p: p.astype(accumulator_dtype(p.dtype)), _params(step, parts.model)
-            )
-            return dataclasses.replace(parts, extra={**parts.extra, "ema": average})
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Ema(StepAround, AbstractLayer):
+    """A step that keeps an average of the parameters, in `extra["ema"]`."""
 
-        def wrap(advance: Advance) -> Advance:
-            def averaged(parts: Parts, batch: PyTree) -> tuple[Take, Outcome]:
-                take, outcome = advance(parts, batch)
+    decay: float
 
-                def blend(average: Any, p: Any) -> Any:
-                    return decay * average + (1 - decay) * p.astype(average.dtype)
+    # Inside a guard, which so holds the average back with the step.
+    depth: ClassVar[int] = 0
 
-                def take_averaged() -> Parts:
-                    new = take()
-                    average = jax.tree.map(blend, parts.extra["ema"], _params(step, new.model))
-                    if outcome.overflow is not None:
-                        average = jax.tree.map(
-                            lambda a, b: jnp.where(jnp.isfinite(outcome.grad_norm), a, b),
-                            average,
-                            parts.extra["ema"],
-                        )
-                    return dataclasses.replace(new, extra={**new.extra, "ema": average})
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", as_step(self.inner, self.source))
+        require_once(self)
 
-                return take_averaged, outcome
+    @property
+    def source(self) -> str:
+        return call("ema", self.decay)
 
-            return averaged
-
-        return dataclasses.replace(
-            step,
-            chain=(*step.chain, Link(source, Step)),
-            wrapped=given,
-            layers=(*step.layers, Layer(rank=0, begin=begin, wrap=wrap)),
+    def add_to(self, parts: Parts) -> Parts:
+        average = jax.tree.map(
+            lambda p: p.astype(accumulator_dtype(p.dtype)), self._params(parts.model)
         )
+        return dataclasses.replace(parts, extra={**parts.extra, "ema": average})
 
-    return transform
+    def wrap(self, advance: Advance, *, seen: bool) -> Advance:
+        def averaged(parts: Parts, batch: PyTree) -> tuple[Take, Outcome]:
+            take, outcome = advance(parts, batch)
 
+            def take_averaged() -> Parts:
+                new = take()
+                average = self._average(parts.extra["ema"], new.model, outcome)
+                return dataclasses.replace(new, extra={**new.extra, "ema": average})
 
-def _params(step: Step, model: PyTree) -> PyTree:
-    return eqx.filter(model, step.is_trainable(model))
+            return take_averaged, outcome
+
+        return averaged
+
+    def _average(self, old: PyTree, model: PyTree, outcome: Outcome) -> PyTree:
+        def blend(average: Any, p: Any) -> Any:
+            return self.decay * average + (1 - self.decay) * p.astype(average.dtype)
+
+        average = jax.tree.map(blend, old, self._params(model))
+        if outcome.overflow is None:
+            return average
+        # A step that loss scaling skipped left the parameters as they were.
+        taken = jnp.isfinite(outcome.grad_norm)
+        return jax.tree.map(lambda a, b: jnp.where(taken, a, b), average, old)
+
+    def _params(self, model: PyTree) -> PyTree:
+        return eqx.filter(model, self.is_trainable(model))

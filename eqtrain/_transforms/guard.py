@@ -5,33 +5,32 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
-from .._core.levels import Link, once, require_positive
+from .._core.errors import CheckError, NonFiniteError, ReplicasError, StepError
+from .._core.levels import require_positive
+from .._core.order import require_once
 from .._core.step import (
+    AbstractLayer,
     Advance,
-    CheckError,
-    Layer,
-    Look,
-    NonFiniteError,
     Outcome,
-    ReplicasError,
-    Step,
-    StepError,
+    StepAround,
     Take,
+    View,
     as_step,
     keep,
 )
 from .._guard.findings import Watch
 from .._guard.spikes import Spike
-from .._guard.trips import Trip, make_alarm
+from .._guard.trips import Alarm, Trip, make_alarm
 from .._metrics import Sum, map_metrics
 from .._state.train_state import Parts
 from .._util.extras import extra
+from .._util.text import call, made_by
 
 CHECKS = ("user", "float", "index", "division")
 
@@ -119,79 +118,147 @@ def guard(
         )
     if bundles is not None:  # better now than when the first step trips
         extra("safetensors.numpy", "safetensors", "Replay bundles are files of safetensors.")
-    classes = tuple(name for name in chosen if name != "user")
-    guarding = _Guarding(nonfinite, max_consecutive, spike, bundles is not None, classes)
-    source = f'et.guard(nonfinite="{nonfinite}")'
-
-    def transform(given: Any) -> Step:
-        step = as_step(given, source)
-        once(step, source)
-        if replicas_every is not None and step.layout is None:
-            raise ValueError(
-                "Replicas are copies of an array on several devices. Got `replicas_every="
-                f"{replicas_every}` and a chain without a mesh. Put `et.shard` before `et.update`."
-            )
-        layer = Layer(
-            1,
-            guarding.begin,
-            guarding.wrap,
-            dataclasses.replace(guarding, holds=False).wrap,
-            guarding.judge,
-            guarding.recover,
-            guarding.release,
-            guarding.adopt,
-        )
-        return dataclasses.replace(
-            step,
-            chain=(*step.chain, Link(source, Step)),
-            wrapped=given,
-            layers=(*step.layers, layer),
-            look=Look(checks="user" in chosen, watch=_watch() if classes else None),
-            replicas_every=replicas_every,
-            bundles=None if bundles is None else os.fspath(bundles),
-        )
-
-    return transform if given is None else transform(given)
+    settings = Settings(
+        nonfinite,
+        chosen,
+        max_consecutive,
+        spike,
+        replicas_every,
+        None if bundles is None else os.fspath(bundles),
+    )
+    return (lambda given: Guard(given, settings)) if given is None else Guard(given, settings)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Guarding:
-    """What a guard does around an update. Its counts are in `extra["guard"]`.
+class Settings:
+    """The arguments of `guard`."""
 
-    `waits` for the host to save a replay bundle: from a bad step on nothing moves, until the host
-    has seen it. `holds` is False where no host looks.
+    nonfinite: str = "skip"
+    checks: tuple[str, ...] = ("user",)
+    max_consecutive: int = 25
+    spike: Spike | None = None
+    replicas_every: int | None = None
+    bundles: str | None = None
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of checks that watch every primitive."""
+        return tuple(name for name in self.checks if name != "user")
+
+    @property
+    def skips_spikes(self) -> bool:
+        return self.spike is not None and self.spike.skip
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing moves after a bad step until the host has saved a replay bundle."""
+        return self.bundles is not None
+
+    def text(self) -> str:
+        given = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        if self.spike is not None:
+            given["spike"] = made_by(self.spike)
+        return call("guard", **given)
+
+
+class Verdict(NamedTuple):
+    """What a guard says of a step.
+
+    **Fields:** `held`, nothing may move, since an earlier step failed; `failed`; `bad`, which is
+    failed or skipped by loss scaling; the `causes`, by name; and the `limits` beyond which the loss
+    and the norm of the gradients are a spike.
     """
 
-    nonfinite: str
-    max_consecutive: int
-    spike: Spike | None
-    waits: bool
-    classes: tuple[str, ...]
-    holds: bool = True
+    held: Bool[Array, ""]
+    failed: Bool[Array, ""]
+    bad: Bool[Array, ""]
+    causes: dict[str, Bool[Array, ""]]
+    limits: tuple[Array, Array]
 
-    def begin(self, parts: Parts) -> Parts:
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Guard(StepAround, AbstractLayer):
+    """A step that changes nothing where it went wrong. Its counts are in `extra["guard"]`."""
+
+    settings: Settings
+
+    # Around an average, which so is held back with the step.
+    depth: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", as_step(self.inner, self.source))
+        require_once(self)
+        if self.settings.replicas_every is not None and self.inner.layout is None:
+            raise ValueError(
+                "Replicas are copies of an array on several devices. Got `replicas_every="
+                f"{self.settings.replicas_every}` and a chain without a mesh. "
+                "Put `et.shard` before `et.update`."
+            )
+
+    @property
+    def source(self) -> str:
+        return self.settings.text()
+
+    @property
+    def view(self) -> View:
+        watch = _watch() if self.settings.classes else None
+        return View(checks="user" in self.settings.checks, watch=watch)
+
+    @property
+    def replicas_every(self) -> int | None:
+        return self.settings.replicas_every
+
+    @property
+    def bundles(self) -> str | None:
+        return self.settings.bundles
+
+    def add_to(self, parts: Parts) -> Parts:
         counts: dict[str, Any] = {
             name: jnp.zeros((), jnp.int32) for name in ("skipped", "in_a_row")
         }
         counts["last_bad"] = jnp.full((), -1, jnp.int32)
-        if self.spike is not None:
-            counts["spike"] = self.spike.begin()
-        if self.waits:
+        if self.settings.spike is not None:
+            counts["spike"] = self.settings.spike.begin()
+        if self.settings.waits:
             counts["waiting"] = jnp.zeros((), bool)
         return dataclasses.replace(parts, extra={**parts.extra, "guard": counts})
 
-    def wrap(self, advance: Advance) -> Advance:
+    def wrap(self, advance: Advance, *, seen: bool) -> Advance:
         def guarded(parts: Parts, batch: PyTree) -> tuple[Take, Outcome]:
             take, outcome = advance(parts, batch)
-            return self._after(parts, take, outcome)
+            return self._after(parts, take, outcome, seen)
 
         return guarded
 
-    def _after(self, old: Parts, take: Take, outcome: Outcome) -> tuple[Take, Outcome]:
+    def _after(self, old: Parts, take: Take, outcome: Outcome, seen: bool) -> tuple[Take, Outcome]:
         counts = old.extra["guard"]
-        never = jnp.zeros((), bool)
+        # Nothing may wait for a host that does not look.
+        held = self._held(counts) if seen else jnp.zeros((), bool)
+        verdict = self._verdict(counts, outcome, held)
+        after = self._counts_after(counts, old, outcome, verdict)
+
+        def take_guarded() -> Parts:
+            ignores = self.settings.nonfinite == "ignore"
+            parts = take() if ignores else self._take(old, take, verdict)
+            extra = {**parts.extra, "guard": after}
+            if outcome.loss_scale is not None:
+                extra["loss_scale"] = self._scale_after(old, outcome, verdict)
+            return dataclasses.replace(parts, extra=extra)
+
+        return take_guarded, dataclasses.replace(
+            outcome,
+            metrics=self._metrics(outcome, verdict),
+            alarm=self._alarm(counts, after, old, outcome, verdict),
+        )
+
+    def _verdict(self, counts: dict[str, Any], outcome: Outcome, held: Any) -> Verdict:
         loss_ok, grads_ok = jnp.isfinite(outcome.loss), jnp.isfinite(outcome.grad_norm)
         # Loss scaling meets overflow on its own, and kept the old parts already.
+        never = jnp.zeros((), bool)
         scaled = never if outcome.overflow is None else outcome.overflow & loss_ok
         causes = {
             "loss": ~loss_ok,
@@ -200,116 +267,125 @@ class _Guarding:
         }
         if outcome.findings is not None:
             causes["check"] = outcome.findings.failed()
-            if self.classes:
-                causes["check"] |= outcome.findings.flags.set_off(self.classes)
-        limits = (jnp.full((), jnp.inf),) * 2
-        metrics = dict(outcome.metrics)
-        if self.spike is not None:
-            limits = self.spike.limits(counts["spike"])
+            if self.settings.classes:
+                causes["check"] |= outcome.findings.flags.set_off(self.settings.classes)
+        limits = jnp.full((), jnp.inf), jnp.full((), jnp.inf)
+        if self.settings.spike is not None:
+            limits = self.settings.spike.limits(counts["spike"])
             spiked = (outcome.loss > limits[0]) | (outcome.grad_norm > limits[1])
             causes["spike"] = spiked & loss_ok & grads_ok
-        held = self._held(counts)
         causes = {name: on & ~held for name, on in causes.items()}
-        failed = _any(on for name, on in causes.items() if name != "spike" or self._skips_spikes)
-        bad = failed | (scaled & ~held)
+        failing = [
+            on for name, on in causes.items() if name != "spike" or self.settings.skips_spikes
+        ]
+        failed = jnp.stack(failing).any()
+        return Verdict(held, failed, failed | (scaled & ~held), causes, limits)
+
+    def _counts_after(
+        self, counts: dict[str, Any], old: Parts, outcome: Outcome, verdict: Verdict
+    ) -> dict[str, Any]:
+        held, failed, bad = verdict.held, verdict.failed, verdict.bad
         # A step that raises is taken again, and is none that the state has left behind.
-        passed = bad & ~failed if self.nonfinite == "raise" else bad
+        passed = bad & ~failed if self.settings.nonfinite == "raise" else bad
         in_a_row = jnp.where(held, counts["in_a_row"], jnp.where(failed, counts["in_a_row"] + 1, 0))
         after = {
             "skipped": counts["skipped"] + bad.astype(jnp.int32),
             "in_a_row": in_a_row,
             "last_bad": jnp.where(passed, old.step, counts["last_bad"]),
         }
-        if self.spike is not None:
-            after["spike"] = self.spike.remember(
+        if self.settings.spike is not None:
+            after["spike"] = self.settings.spike.remember(
                 counts["spike"], outcome.loss, outcome.grad_norm, ~held
             )
-        if self.waits:
+        if self.settings.waits:
             after["waiting"] = counts["waiting"] | failed
-        if self.nonfinite == "ignore":
-            counted, in_a_row = "nonfinite", jnp.zeros_like(in_a_row)
-            causes = {"spike": causes["spike"]} if self.spike is not None else {}
-        else:
-            counted, metrics = "skipped", _left_out(bad | held, metrics)
+        return after
 
-        def take_guarded() -> Parts:
-            if self.nonfinite == "ignore":
-                parts = take()
-            else:
-                parts = keep(~(bad | held), take, old)
-                stays = held | failed if self.nonfinite == "raise" else held
-                parts = dataclasses.replace(parts, step=jnp.where(stays, old.step, parts.step))
-            extra = {**parts.extra, "guard": after}
-            if outcome.loss_scale is not None:
-                # A scale learns from overflow, of which a loss that is not finite is no sign.
-                moves = ~held if self.nonfinite == "ignore" else ~(held | failed)
-                extra["loss_scale"] = jax.tree.map(
-                    lambda a, b: jnp.where(moves, a, b),
-                    outcome.loss_scale,
-                    old.extra["loss_scale"],
-                )
-            return dataclasses.replace(parts, extra=extra)
+    def _take(self, old: Parts, take: Take, verdict: Verdict) -> Parts:
+        """The new parts, or the old ones where the step is bad."""
+        parts = keep(~(verdict.bad | verdict.held), take, old)
+        raises = self.settings.nonfinite == "raise"
+        stays = verdict.held | verdict.failed if raises else verdict.held
+        return dataclasses.replace(parts, step=jnp.where(stays, old.step, parts.step))
 
-        metrics[counted] = Sum(bad.astype(jnp.int32))
-        if self.spike is not None:
-            metrics["spike"] = Sum(causes["spike"].astype(jnp.int32))
-        alarm = make_alarm(
-            causes,
-            # One that waits is looked at already; one held for another reason has to say so.
-            jnp.where(counts["waiting"], 0, in_a_row) if self.waits else in_a_row,
-            old.step,
-            (outcome.loss, outcome.grad_norm, *limits),
-            outcome.findings,
+    def _scale_after(self, old: Parts, outcome: Outcome, verdict: Verdict) -> PyTree:
+        """A scale learns from overflow, of which a loss that is not finite is no sign."""
+        ignores = self.settings.nonfinite == "ignore"
+        moves = ~verdict.held if ignores else ~(verdict.held | verdict.failed)
+        return jax.tree.map(
+            lambda a, b: jnp.where(moves, a, b), outcome.loss_scale, old.extra["loss_scale"]
         )
-        return take_guarded, dataclasses.replace(outcome, metrics=metrics, alarm=alarm)
 
-    @property
-    def _skips_spikes(self) -> bool:
-        return self.spike is not None and self.spike.skip
+    def _metrics(self, outcome: Outcome, verdict: Verdict) -> dict[str, PyTree]:
+        metrics = dict(outcome.metrics)
+        if self.settings.nonfinite == "ignore":
+            counted = "nonfinite"
+        else:
+            counted, metrics = "skipped", _left_out(verdict.bad | verdict.held, metrics)
+        metrics[counted] = Sum(verdict.bad.astype(jnp.int32))
+        if self.settings.spike is not None:
+            metrics["spike"] = Sum(verdict.causes["spike"].astype(jnp.int32))
+        return metrics
+
+    def _alarm(
+        self,
+        counts: dict[str, Any],
+        after: dict[str, Any],
+        old: Parts,
+        outcome: Outcome,
+        verdict: Verdict,
+    ) -> Alarm:
+        causes, in_a_row = verdict.causes, after["in_a_row"]
+        if self.settings.nonfinite == "ignore":
+            causes = {name: on for name, on in causes.items() if name == "spike"}
+            in_a_row = jnp.zeros_like(in_a_row)
+        if self.settings.waits:
+            # One that waits is looked at already; one held for another reason has to say so.
+            in_a_row = jnp.where(counts["waiting"], 0, in_a_row)
+        numbers = (outcome.loss, outcome.grad_norm, *verdict.limits)
+        return make_alarm(causes, in_a_row, old.step, numbers, outcome.findings)
 
     def _held(self, counts: dict[str, Any]) -> Bool[Array, ""]:
         """Whether nothing may move: what was dispatched before the host saw a failure."""
         held = jnp.zeros((), bool)
-        if not self.holds:
-            return held
-        if self.nonfinite != "ignore":
-            most = 1 if self.nonfinite == "raise" else self.max_consecutive
+        if self.settings.nonfinite != "ignore":
+            most = 1 if self.settings.nonfinite == "raise" else self.settings.max_consecutive
             held = held | (counts["in_a_row"] >= most)
-        if self.waits:
+        if self.settings.waits:
             held = held | counts["waiting"]
         return held
 
-    def recover(self, parts: Parts) -> Parts:
+    def after_error(self, parts: Parts) -> Parts:
         """Lets steps be taken again after an error."""
         in_a_row = jnp.zeros_like(parts.extra["guard"]["in_a_row"])
-        return _with_counts(self.release(parts), in_a_row=in_a_row)
+        return _with_counts(self.after_wait(parts), in_a_row=in_a_row)
 
-    def release(self, parts: Parts) -> Parts:
+    def after_wait(self, parts: Parts) -> Parts:
         """Lets steps be taken again after what they waited for."""
-        if not self.waits:
+        if not self.settings.waits:
             return parts
         return _with_counts(parts, waiting=jnp.zeros_like(parts.extra["guard"]["waiting"]))
 
-    def adopt(self, parts: Parts) -> Parts:
+    def from_elsewhere(self, parts: Parts) -> Parts:
         """Goes on counting with nothing held back; but what was to be raised is raised."""
         in_a_row = parts.extra["guard"]["in_a_row"]
-        if self.nonfinite == "raise" and in_a_row > 0:
+        if self.settings.nonfinite == "raise" and in_a_row > 0:
             raise NonFiniteError(
                 "A step that fails must be seen. Got a TrainState that such a step returned, or a "
                 "copy, which no longer says what it was. Go on from `error.state`, the same with "
                 "nothing held back; give a program what it returned, and it says more."
             )
-        held = in_a_row >= self.max_consecutive
-        return _with_counts(self.release(parts), in_a_row=jnp.where(held, 0, in_a_row))
+        held = in_a_row >= self.settings.max_consecutive
+        return _with_counts(self.after_wait(parts), in_a_row=jnp.where(held, 0, in_a_row))
 
-    def judge(self, trip: Trip) -> StepError | None:
+    def error_of(self, trip: Trip) -> StepError | None:
         if "replicas" in trip.causes:
             return ReplicasError(
                 f"All copies of an array must be equal. Got {trip}. A device that computes wrong, "
                 "or a collective that is missing, lets them drift apart. Go back to a checkpoint "
                 "from before, and leave out the device."
             )
-        if self.nonfinite == "raise" and trip.in_a_row:
+        if self.settings.nonfinite == "raise" and trip.in_a_row:
             if "check" in trip.causes:
                 return CheckError(
                     f"Every check of the loss must hold. Got {trip}\n"
@@ -321,7 +397,7 @@ class _Guarding:
                 "`program.explain(error.state, batch)` names what went wrong first. "
                 'Go on past single bad steps with `guard(nonfinite="skip")`.'
             )
-        if self.nonfinite == "skip" and trip.in_a_row >= self.max_consecutive:
+        if self.settings.nonfinite == "skip" and trip.in_a_row >= self.settings.max_consecutive:
             return NonFiniteError(
                 f"So many steps in a row must not fail. Got {trip.in_a_row} steps whose loss, "
                 "gradients or checks went wrong, all skipped; `error.state` is the TrainState from "
@@ -341,10 +417,6 @@ def _watch() -> Watch:
     from ..explain.watch import watching  # few guards need it, and it takes long to import
 
     return watching()
-
-
-def _any(conditions: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:
-    return jnp.stack(list(conditions)).any()
 
 
 def _left_out(bad: Bool[Array, ""], metrics: dict[str, PyTree]) -> dict[str, PyTree]:

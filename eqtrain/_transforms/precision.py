@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._core.levels import Link, Loss, LossScaling, as_loss, once
+from .._core.levels import Loss, LossScaling, as_loss
+from .._core.order import require_once
 from .._sharding.lazy import compute_in, is_shard
 from .._util.paths import path_name
+from .._util.text import call, made_by
 
 
 def precision(dtype: Any, *, loss_scaling: LossScaling | None = None) -> Callable[[Any], Loss]:
@@ -45,24 +48,37 @@ def precision(dtype: Any, *, loss_scaling: LossScaling | None = None) -> Callabl
         )
     if compute == jnp.float16 and loss_scaling is None:
         loss_scaling = LossScaling()
-    source = f'et.precision("{compute.name}")'
+    return lambda given: Precision(given, compute, loss_scaling)
 
-    def transform(given: Any) -> Loss:
-        inner = as_loss(given, source)
-        once(inner, source)
 
-        def loss(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
-            return inner(cast(model, compute), state, _cast_batch(batch, compute), key)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Precision(Loss):
+    """A loss that computes in another dtype than its parameters have."""
 
-        return Loss(
-            chain=(*inner.chain, Link(source, Loss)),
-            wrapped=given,
-            function=loss,
-            compute_dtype=compute,
-            loss_scaling=loss_scaling,
-        )
+    dtype: Any
+    scaling: LossScaling | None
 
-    return transform
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", as_loss(self.inner, self.source))
+        require_once(self)
+
+    @property
+    def source(self) -> str:
+        usual = self.scaling is None or self.scaling == LossScaling()
+        scaling = None if usual else made_by(self.scaling)
+        return call("precision", self.dtype.name, loss_scaling=scaling)
+
+    @property
+    def compute_dtype(self) -> Any:
+        return self.dtype
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        return self.scaling
+
+    def __call__(self, model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
+        model, batch = cast(model, self.dtype), _cast_batch(batch, self.dtype)
+        return self.inner(model, state, batch, key)
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:

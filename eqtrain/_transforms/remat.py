@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 from jaxtyping import PyTree
 
-from .._core.levels import Link, Loss, as_loss
+from .._core.levels import Loss, as_loss
+from .._util.text import Code, call, name_of
 
 
 def remat(
@@ -33,20 +36,30 @@ def remat(
 
     ```
     """
-    source = "et.remat" if policy is None else "et.remat(policy=...)"
+    return Remat(loss, policy) if loss is not None else lambda given: Remat(given, policy)
 
-    def transform(given: Any) -> Loss:
-        inner = as_loss(given, source)
 
-        def checkpointed(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
-            return eqx.filter_checkpoint(inner.function, policy=policy)(model, state, batch, key)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Remat(Loss):
+    """A loss whose activations are made again in the backward pass."""
 
-        return Loss(
-            chain=(*inner.chain, Link(source, Loss)),
-            wrapped=given,
-            function=checkpointed,
-            compute_dtype=inner.compute_dtype,
-            loss_scaling=inner.loss_scaling,
+    policy: Callable[..., bool] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", as_loss(self.inner, self.source))
+
+    @property
+    def source(self) -> str:
+        return call("remat", policy=None if self.policy is None else _text_of(self.policy))
+
+    def __call__(self, model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
+        return eqx.filter_checkpoint(self.inner.__call__, policy=self.policy)(
+            model, state, batch, key
         )
 
-    return transform if loss is None else transform(loss)
+
+def _text_of(policy: Callable[..., bool]) -> Code:
+    """JAX's policies are objects without a name of their own."""
+    known = vars(jax.checkpoint_policies).items()
+    names = [f"jax.checkpoint_policies.{name}" for name, value in known if value is policy]
+    return Code(names[0] if names else name_of(policy))

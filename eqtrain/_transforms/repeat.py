@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .._core.levels import Link, once
-from .._core.step import Step, as_step
+from .._core.order import require_once
+from .._core.step import Step, StepAround, as_step
+from .._util.text import call
 
 
 def repeat(num_steps: int) -> Callable[[Any], Step]:
@@ -34,13 +35,23 @@ def repeat(num_steps: int) -> Callable[[Any], Step]:
             "`repeat` takes a positive number of steps. "
             f"Got {num_steps!r}. Write `et.repeat(10)` after `et.update(optimizer)`."
         )
-    source = f"et.repeat({num_steps})"
+    return lambda given: Repeat(given, num_steps)
 
-    def transform(given: Any) -> Step:
-        step = as_step(given, source)
-        once(step, source)
-        return dataclasses.replace(
-            step, chain=(*step.chain, Link(source, Step)), wrapped=given, num_steps=num_steps
-        )
 
-    return transform
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Repeat(StepAround):
+    """Several steps in one."""
+
+    times: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", as_step(self.inner, self.source))
+        require_once(self)
+
+    @property
+    def source(self) -> str:
+        return call("repeat", self.times)
+
+    @property
+    def num_steps(self) -> int:
+        return self.times

@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from .._core.contribution import Contribution, Objective, batch_size, run_loss
-from .._core.levels import Contribute, Level, Link, Loss, as_contribute, once, require_order
+from .._core.contribution import COUNTING, Contribution, Objective
+from .._core.levels import Contribute, as_contribute, innermost_loss, require_order
+from .._core.loss import batch_size, run_loss
+from .._core.order import require_once
 from .._guard.findings import Findings
 from .._metrics import map_metrics
 from .._sharding.collectives import (
@@ -27,11 +29,19 @@ from .._sharding.collectives import (
     splits_of,
 )
 from .._sharding.here import inside
-from .._sharding.lazy import Shard
+from .._sharding.lazy import Shard as LazyShard
 from .._sharding.ordered import OrderedSums, refuse_collectives, require_power_of_two
-from .._sharding.placement import Layout, Placement, make_layout, replicate, spec_axes
+from .._sharding.placement import (
+    Layout,
+    Placement,
+    make_layout,
+    replicate,
+    spec_axes,
+    text_of_specs,
+)
 from .._util.paths import named_leaves
-from .accumulate import accumulate
+from .._util.text import Code, call
+from .accumulate import Accumulate
 from .equality import has_keys, require_equal
 
 
@@ -79,37 +89,58 @@ def shard(
     ```
     """
     layout = make_layout(mesh, batch, replicate() if model is None else model)
-    source = "et.shard(mesh, ...)"
-    require_order(order, source)
-    if order == "tree":
-        layout = _ordered(layout)
+    require_order(order, "et.shard(mesh, ...)")
+    return lambda given: Shard(given, _ordered(layout) if order == "tree" else layout)
 
-    def transform(given: Any) -> Contribute:
-        inner = as_contribute(given, source)
-        once(inner, source)
-        _require_same_order(inner, order)
-        if order == "tree" and inner.order is None:
-            inner = dataclasses.replace(accumulate(1, order="tree")(inner), chain=inner.chain)
 
-        def contribute(
-            model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
-        ) -> Contribution:
-            return _contribute(layout, inner, model, state, batch, key, objective)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Shard(Contribute):
+    """A contribution, on every device of a mesh."""
 
-        def count(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> Any:
-            return _count(layout, inner, model, state, batch, key)
+    where: Layout
 
-        return dataclasses.replace(
-            inner,
-            chain=(*inner.chain, Link(source, Contribute)),
-            wrapped=given,
-            contribute=contribute,
-            count=count,
-            layout=layout,
-            order=order,
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", as_contribute(self.inner, self.source))
+        require_once(self)
+        _require_same_order(self.inner, self.order)
+
+    @property
+    def source(self) -> str:
+        return call(
+            "shard",
+            Code(_text_of_mesh(self.where.mesh)),
+            batch=Code(text_of_specs(self.where.batch)),
+            model=_text_of_placement(self.where.placement),
+            order=self.order,
         )
 
-    return transform
+    @property
+    def layout(self) -> Layout:
+        return self.where
+
+    @property
+    def order(self) -> str | None:
+        return "tree" if self.where.ordered else None
+
+    @property
+    def _one_device(self) -> Contribute:
+        """What runs on each device: one lane of the tree, at the least."""
+        if self.order == "tree" and self.inner.order is None:
+            return Accumulate(self.inner, 1, "tree")
+        return self.inner
+
+    def contribute(
+        self, model: PyTree, state: PyTree, batch: PyTree, key: Any, objective: Objective
+    ) -> Contribution:
+        return _contribute(self.where, self._one_device, model, state, batch, key, objective)
+
+
+def _text_of_mesh(mesh: Mesh) -> str:
+    return call("mesh", **dict(mesh.shape))
+
+
+def _text_of_placement(placement: Placement) -> Code | None:
+    return None if placement.text == replicate().text else Code(placement.text)
 
 
 def _ordered(layout: Layout) -> Layout:
@@ -126,14 +157,14 @@ def _ordered(layout: Layout) -> Layout:
 
 def _require_same_order(inner: Contribute, order: str | None) -> None:
     several = [
-        link.source
-        for link in inner.chain
-        if link.source.startswith("et.accumulate(") and link.source != "et.accumulate(1)"
+        level
+        for level in inner.chain
+        if isinstance(level, Accumulate) and level.num_microbatches > 1
     ]
     if several and inner.order != order:
         raise ValueError(
             "`accumulate` and `shard` must add in the same order, or the bits depend on the mesh. "
-            f"Got `{several[0]}` inside `et.shard(..., order={order!r})`. "
+            f"Got `{several[0].source}` inside `et.shard(..., order={order!r})`. "
             'Give both `order="tree"`, or neither.'
         )
 
@@ -173,7 +204,7 @@ def _contribute(
         with inside(layout):
             contribution = inner.contribute(seen, whole_state, batch, key, here)
         sums = _sums(layout)
-        lazy = [isinstance(leaf, Shard) for leaf in _array_nodes(seen)]
+        lazy = [isinstance(leaf, LazyShard) for leaf in _array_nodes(seen)]
         grads = []
         for index, grad, spec in zip(
             trainable, jax.tree.leaves(contribution.grads), grad_specs, strict=True
@@ -218,9 +249,7 @@ def _require_equal(
     """Looks at the loss under JAX's types, where something could come out unequal."""
     if not layout.model_axes and not has_keys(state):
         return
-    loss = inner
-    while isinstance(loss, Level) and not isinstance(loss, Loss):
-        loss = loss.wrapped
+    loss = innermost_loss(inner)
 
     def run(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> dict[str, PyTree]:
         seen = _as_seen(layout, inner, model, leaves, specs)
@@ -232,33 +261,6 @@ def _require_equal(
     in_specs = (specs, P(), *_data_specs(layout, batch))
     leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
     require_equal(layout, run, in_specs, (leaves, state, batch, key))
-
-
-def _count(
-    layout: Layout, inner: Contribute, model: PyTree, state: PyTree, batch: PyTree, key: Any
-) -> tuple[tuple[Array, ...], PyTree]:
-    arrays = eqx.filter(model, eqx.is_array)
-    specs = layout.model_specs(arrays)
-    outer_state, static_state = eqx.partition(state, eqx.is_array)
-
-    def local(leaves: list[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
-        seen = _as_seen(layout, inner, model, leaves, specs)
-        with inside(layout):
-            counts, new_state = inner.count(seen, eqx.combine(state, static_state), batch, key)
-        sums = _sums(layout)
-        later = [sums.add(count) for count in counts]
-        reduced = _reduce_state(layout, new_state, sums)
-        sums.run()
-        return tuple(count() for count in later), jax.tree.map(lambda x: x(), reduced)
-
-    counts, new_state = jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(specs, P(), *_data_specs(layout, batch)),
-        out_specs=P(),
-        check_vma=False,
-    )(jax.tree.leaves(arrays), outer_state, batch, key)
-    return counts, eqx.combine(new_state, static_state)
 
 
 def _as_seen(
@@ -283,14 +285,14 @@ def _as_seen(
             )
         if not lazy:
             leaf = gather_splits(leaf, splits, inner.compute_dtype)
-        seen.append(Shard(leaf, f"model.{name}", splits) if lazy else leaf)
+        seen.append(LazyShard(leaf, f"model.{name}", splits) if lazy else leaf)
     arrays = iter(seen)
     return treedef.unflatten([next(arrays) if eqx.is_array(leaf) else leaf for leaf in flat])
 
 
 def _array_nodes(model: PyTree) -> list[Any]:
-    nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, Shard))
-    return [node for node in nodes if isinstance(node, Shard) or eqx.is_array(node)]
+    nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, LazyShard))
+    return [node for node in nodes if isinstance(node, LazyShard) or eqx.is_array(node)]
 
 
 def _refuse_order(
@@ -302,7 +304,8 @@ def _refuse_order(
     def run(arrays: PyTree, batch: PyTree, key: Array) -> Any:
         model, state = eqx.combine(arrays, static)
         with inside(layout):
-            return eqx.filter(inner.count(model, state, batch, key), eqx.is_array)
+            counted = inner.contribute(model, state, batch, key, COUNTING)
+        return eqx.filter((counted.loss, counted.state), eqx.is_array)
 
     refuse_collectives(run, (arrays, batch, key), layout.batch_axes)
 

@@ -16,16 +16,18 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._core.contribution import batch_size, is_example_array, mean_grads
-from .._core.levels import Contribute, Link, as_contribute, is_trainable_array
+from .._core.contribution import Contribution, Objective, mean_grads
+from .._core.levels import LossScaling, as_contribute, is_trainable_array
+from .._core.loss import batch_size, is_example_array
 from .._core.loss_scale import first_scale, next_scale
-from .._core.step import Look, Outcome, Step, Take, branch, keep
+from .._core.step import Outcome, Step, Take, View, branch, keep
 from .._jaxpr.jaxprs import primitives
 from .._metrics import Combination, Mean
 from .._sharding.ordered import fence
 from .._sharding.placement import Layout, split_state
 from .._state.train_state import Parts, scalars_as_arrays
 from .._util.paths import named_leaves
+from .._util.text import Code, call, name_of
 from ..random import example_keys
 from .precision import cast
 
@@ -75,52 +77,190 @@ def update(
             "`update` takes an optimizer of optax. "
             f"Got {type(optimizer).__name__}. Write `et.update(optax.adamw(3e-4))`."
         )
-    optimizer = optax.with_extra_args_support(optimizer)
-    # Traced once, though it stands in more than one branch.
-    compute = jax.jit(_as_optax_promotes(functools.partial(_updated, optimizer)))
-    source = "et.update(optimizer)"
+    return lambda given: Update(given, optimizer, trainable, shard_state)
 
-    def transform(given: Any) -> Step:
-        inner = as_contribute(given, source)
-        state_layout = _state_layout(inner.layout, shard_state)
 
-        def begin(model: PyTree, state: PyTree, key: Array) -> Parts:
-            if inner.compute_dtype is not None:
-                model = cast(model, jnp.float32)
-            params = eqx.filter(model, _trainable_mask(model, trainable))
-            _warn_of_narrow(params)
-            extra = {}
-            if inner.loss_scaling is not None:
-                extra["loss_scale"] = first_scale(inner.loss_scaling)
-            return Parts(
-                model=model,
-                state=state,
-                opt_state=scalars_as_arrays(_as_optax_promotes(optimizer.init)(params)),
-                key=key,
-                step=jnp.zeros((), jnp.int32),
-                extra=extra,
-            )
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Update(Step):
+    """A contribution, and what an optimizer makes of it."""
 
-        def advance(parts: Parts, batch: PyTree, look: Look) -> tuple[Take, Outcome]:
-            return _advance(inner, compute, trainable, state_layout, parts, batch, look)
+    optimizer: optax.GradientTransformation
+    trainable: Choice
+    shard_state: str | None
 
-        return Step(
-            chain=(*inner.chain, Link(source, Step)),
-            wrapped=given,
-            begin=begin,
-            advance=advance,
-            layout=inner.layout,
-            state_layout=state_layout,
-            is_trainable=lambda model: _trainable_mask(model, trainable),
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", as_contribute(self.inner, self.source))
+        _require_axis(self.inner.layout, self.shard_state)
+
+    @property
+    def source(self) -> str:
+        # An optimizer of optax is two functions, which do not say what it was made of.
+        trainable = None if self.trainable is None else Code(_text_of_choice(self.trainable))
+        optimizer = Code("optimizer")
+        return call("update", optimizer, trainable=trainable, shard_state=self.shard_state)
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.inner.layout
+
+    @property
+    def state_layout(self) -> Layout | None:
+        layout = self.layout
+        if layout is None or self.shard_state is None:
+            return layout
+        return dataclasses.replace(
+            layout, placement=split_state(layout.placement, self.shard_state)
         )
 
-    return transform
+    def is_trainable(self, model: PyTree) -> PyTree:
+        return _trainable_mask(model, self.trainable)
+
+    @functools.cached_property
+    def _compute(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        """The optimizer's update, which is traced once, though it stands in several branches."""
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        return jax.jit(_as_optax_promotes(functools.partial(_updated, optimizer)))
+
+    def begin(self, model: PyTree, state: PyTree, key: Array) -> Parts:
+        if self.inner.compute_dtype is not None:
+            model = cast(model, jnp.float32)
+        params = eqx.filter(model, self.is_trainable(model))
+        _warn_of_narrow(params)
+        extra = {}
+        if self.inner.loss_scaling is not None:
+            extra["loss_scale"] = first_scale(self.inner.loss_scaling)
+        return Parts(
+            model=model,
+            state=state,
+            opt_state=scalars_as_arrays(_as_optax_promotes(self.optimizer.init)(params)),
+            key=key,
+            step=jnp.zeros((), jnp.int32),
+            extra=extra,
+        )
+
+    def advance(self, parts: Parts, batch: PyTree, view: View) -> tuple[Take, Outcome]:
+        mask = self.is_trainable(parts.model)
+        batch, keys = _examples(parts, batch, view)
+        objective = self._objective(parts, batch, keys, mask, view)
+        total = self.inner.contribute(parts.model, parts.state, batch, keys, objective)
+        sums, norm, mean = self._norm(total, objective, parts.step)
+        old = eqx.filter(parts.model, mask)
+
+        def updated() -> tuple[PyTree, PyTree]:
+            return self._compute(mean(sums), parts.opt_state, old, total.loss.value)
+
+        if _is_costly(updated):  # too dear to do twice, so that both old and new are held
+            once = updated()
+            updated = lambda: once  # noqa: E731
+
+        def take() -> Parts:
+            params, opt_state = updated()
+            return Parts(
+                model=eqx.combine(self._as_it_lies(params, parts.model, objective), parts.model),
+                state=total.state,
+                opt_state=opt_state,
+                key=parts.key,
+                step=parts.step + 1,
+                extra=parts.extra,
+            )
+
+        def stays_finite() -> Bool[Array, ""]:
+            return branch(
+                jnp.isfinite(norm),
+                lambda: _all_stay_finite(updated()[0], old),
+                lambda: jnp.zeros((), bool),
+            )
+
+        metrics = {
+            "loss": _as_mean(total.loss),
+            "grad_norm": Mean(norm, jnp.ones_like(norm)),
+            **total.metrics,
+        }
+        outcome = Outcome(metrics, total.loss.value, norm, stays_finite, findings=total.findings)
+        if self.inner.loss_scaling is None:
+            return take, outcome
+        return _scaled(self.inner.loss_scaling, parts, take, outcome)
+
+    def _objective(
+        self, parts: Parts, batch: PyTree, keys: Array, mask: PyTree, view: View
+    ) -> Objective:
+        scaling = self.inner.loss_scaling
+        scale = None if scaling is None else parts.extra["loss_scale"]["scale"]
+        objective = self.inner.objective(parts.model, parts.state, batch, keys, mask, scale)
+        if scale is not None and objective.weights is None:
+            # A scale is meant for the gradient of a mean; a total's is some power of two larger.
+            total_scale = scale * 2.0 ** -math.floor(math.log2(batch_size(batch)))
+            objective = dataclasses.replace(objective, scale=total_scale)
+        grad_specs = None
+        if self.shard_state is not None and self.state_layout is not None:
+            grad_specs = _trained_specs(self.state_layout, parts.model, mask)
+        return dataclasses.replace(
+            objective, checks=view.checks, watch=view.watch, grad_specs=grad_specs
+        )
+
+    def _norm(
+        self, total: Contribution, objective: Objective, step: Array
+    ) -> tuple[PyTree, Float[Array, ""], Callable[[PyTree], PyTree]]:
+        """The summed gradients, the norm of their mean, and what makes that mean of them."""
+
+        def mean(sums: PyTree) -> PyTree:
+            grads = mean_grads(dataclasses.replace(total, grads=sums), objective)
+            return fence(grads, step) if self.inner.order == "tree" else grads
+
+        # The norm is known before an update begins, or XLA fuses the two, and takes three times as
+        # long over both. Only sums are held meanwhile: what divides them is fused with what reads
+        # them.
+        norm = optax.tree.norm(mean(total.grads))
+        sums, norm = jax.lax.optimization_barrier((total.grads, norm))
+        return sums, norm, mean
+
+    def _as_it_lies(self, params: PyTree, model: PyTree, objective: Objective) -> PyTree:
+        """The new parameters, gathered where each device updated its part of them."""
+        if objective.grad_specs is None or self.state_layout is None or self.layout is None:
+            return params
+        params = self.state_layout.constrain(params, objective.grad_specs)
+        specs = _trained_specs(self.layout, model, self.is_trainable(model))
+        return self.layout.constrain(params, specs)
 
 
-def _state_layout(layout: Layout | None, shard_state: str | None) -> Layout | None:
-    """How the optimizer's state lies: as the parameters, and split further over `shard_state`."""
+def _text_of_choice(trainable: Choice) -> str:
+    return name_of(trainable) if callable(trainable) else "tree"
+
+
+def _examples(parts: Parts, batch: PyTree, view: View) -> tuple[PyTree, Array]:
+    """The batch with the rows that are looked at, and the key of each."""
+    examples = jnp.arange(batch_size(batch), dtype=jnp.int32)
+    if view.rows is not None:
+        examples = view.rows
+        batch = jax.tree.map(lambda x: x[examples] if is_example_array(x) else x, batch)
+    return batch, example_keys(parts.key, parts.step, examples)
+
+
+def _scaled(
+    scaling: LossScaling, parts: Parts, take: Take, outcome: Outcome
+) -> tuple[Take, Outcome]:
+    """A step that is skipped where its gradients overflow, and learns its next scale from that."""
+    before, norm = parts.extra["loss_scale"], outcome.grad_norm
+    scale, after = before["scale"], next_scale(scaling, before, jnp.isfinite(norm))
+
+    def take_scaled() -> Parts:
+        new = keep(jnp.isfinite(norm), take, parts)
+        return dataclasses.replace(new, extra={**new.extra, "loss_scale": after})
+
+    metrics = {**outcome.metrics, "loss_scale": Mean(scale, jnp.ones_like(scale))}
+    return take_scaled, dataclasses.replace(
+        outcome,
+        metrics=metrics,
+        # At a scale of 1 there is nothing left to reduce: the gradient itself is not finite.
+        overflow=~jnp.isfinite(norm) & (scale > 1),
+        loss_scale=after,
+    )
+
+
+def _require_axis(layout: Layout | None, shard_state: str | None) -> None:
+    """Refuses an axis over which the optimizer's state cannot be split."""
     if shard_state is None:
-        return layout
+        return
     if layout is None:
         raise ValueError(
             "`shard_state` splits the optimizer's state over an axis of a mesh. "
@@ -133,103 +273,12 @@ def _state_layout(layout: Layout | None, shard_state: str | None) -> Layout | No
             f"Got {shard_state!r}, where the batch is split over {layout.batch_axes}. "
             "Name one of those."
         )
-    return dataclasses.replace(layout, placement=split_state(layout.placement, shard_state))
 
 
 def _trained_specs(layout: Layout, model: PyTree, mask: PyTree) -> tuple[P, ...]:
     """The spec of each trainable leaf, in order."""
     specs = layout.specs_by_name(dict(named_leaves(eqx.filter(model, eqx.is_array))))
     return tuple(specs[name] for name, _ in named_leaves(eqx.filter(model, mask)))
-
-
-def _advance(
-    inner: Contribute,
-    compute: Callable[..., tuple[PyTree, PyTree]],
-    trainable: Choice,
-    state_layout: Layout | None,
-    parts: Parts,
-    batch: PyTree,
-    look: Look,
-) -> tuple[Take, Outcome]:
-    rows = batch_size(batch)
-    examples = jnp.arange(rows, dtype=jnp.int32)
-    if look.rows is not None:
-        examples = look.rows
-        batch = jax.tree.map(lambda x: x[examples] if is_example_array(x) else x, batch)
-    keys = example_keys(parts.key, parts.step, examples)
-    mask = _trainable_mask(parts.model, trainable)
-    scale = parts.extra["loss_scale"]["scale"] if inner.loss_scaling else None
-    objective = inner.objective(parts.model, parts.state, batch, keys, mask, scale)
-    if scale is not None and objective.weights is None:
-        # A scale is meant for the gradient of a mean, and a total's is some power of two larger.
-        total_scale = scale * 2.0 ** -math.floor(math.log2(rows))
-        objective = dataclasses.replace(objective, scale=total_scale)
-    objective = dataclasses.replace(objective, checks=look.checks, watch=look.watch)
-    layout, split = inner.layout, None if state_layout is inner.layout else state_layout
-    if split is not None:
-        grad_specs = _trained_specs(split, parts.model, mask)
-        objective = dataclasses.replace(objective, grad_specs=grad_specs)
-    total = inner.contribute(parts.model, parts.state, batch, keys, objective)
-
-    def grads(sums: PyTree) -> PyTree:
-        mean = mean_grads(dataclasses.replace(total, grads=sums), objective)
-        return fence(mean, parts.step) if inner.order == "tree" else mean
-
-    # The norm is known before an update begins, or XLA fuses the two, and takes three times as long
-    # over both. Only sums are held meanwhile: what divides them is fused with what reads them.
-    sums, norm = jax.lax.optimization_barrier((total.grads, optax.tree.norm(grads(total.grads))))
-    old = eqx.filter(parts.model, mask)
-
-    def updated() -> tuple[PyTree, PyTree]:
-        return compute(grads(sums), parts.opt_state, old, total.loss.value)
-
-    if _is_costly(updated):  # too dear to do twice, so that both old and new are held
-        once = updated()
-        updated = lambda: once  # noqa: E731
-    overflow = scale_after = None
-    if inner.loss_scaling is not None and scale is not None:
-        # At a scale of 1 there is nothing left to reduce: the gradient itself is not finite.
-        overflow = ~jnp.isfinite(norm) & (scale > 1)
-        scale_after = next_scale(inner.loss_scaling, parts.extra["loss_scale"], jnp.isfinite(norm))
-
-    def take() -> Parts:
-        params, opt_state = updated()
-        if split is not None and layout is not None and objective.grad_specs is not None:
-            # Each device updates its part; only then the parts are gathered.
-            params = split.constrain(params, objective.grad_specs)
-            params = layout.constrain(params, _trained_specs(layout, parts.model, mask))
-        return Parts(
-            model=eqx.combine(params, parts.model),
-            state=total.state,
-            opt_state=opt_state,
-            key=parts.key,
-            step=parts.step + 1,
-            extra=parts.extra,
-        )
-
-    def take_scaled() -> Parts:
-        new = keep(jnp.isfinite(norm), take, parts)
-        return dataclasses.replace(new, extra={**new.extra, "loss_scale": scale_after})
-
-    metrics = {
-        "loss": _as_mean(total.loss),
-        "grad_norm": Mean(norm, jnp.ones_like(norm)),
-        **total.metrics,
-    }
-    if scale is not None:
-        metrics["loss_scale"] = Mean(scale, jnp.ones_like(scale))
-
-    def stays_finite() -> Bool[Array, ""]:
-        return branch(
-            jnp.isfinite(norm),
-            lambda: _all_stay_finite(updated()[0], old),
-            lambda: jnp.zeros((), bool),
-        )
-
-    outcome = Outcome(
-        metrics, total.loss.value, norm, stays_finite, overflow, scale_after, total.findings
-    )
-    return take if scale is None else take_scaled, outcome
 
 
 def _updated(

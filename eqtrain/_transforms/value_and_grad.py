@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._core.contribution import batch_size, mean_grads
+from .._core.contribution import mean_grads
 from .._core.levels import Contribute, as_contribute, pipe
+from .._core.loss import batch_size
 from ..random import example_keys
 
 

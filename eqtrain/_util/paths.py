@@ -59,4 +59,6 @@ def matching(*patterns: str, but: str | None = None) -> Callable[[PyTree], PyTre
 
         return jax.tree_util.tree_map_with_path(chosen, tree)
 
+    but_text = f", but={but!r}" if but else ""
+    choose.__name__ = f"et.matching({', '.join(map(repr, patterns))}{but_text})"
     return choose

@@ -25,7 +25,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from .._core.levels import written
 from .._core.step import AbstractCompiledStep
 from .._state.train_state import Structure, TrainState, kind
 from .._util.extras import versions
@@ -181,7 +180,7 @@ def save_bundle(
     index = {
         "format": FORMAT,
         "versions": versions(),
-        "chain": written(program.chain).strip("`"),
+        "chain": repr(program),
         "mesh": None if layout is None else dict(layout.mesh.shape),
         "num_steps": program.step.num_steps,
         "step": int(state_arrays["step"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from .._core.levels import Level, Loss, as_loss, pipe
+from .._core.level import Level
+from .._core.levels import Loss, as_loss, innermost_loss, pipe
 from .._transforms.shard import shard
 from .._transforms.update import update
 from ..explain.explanation import Explanation
@@ -58,8 +58,19 @@ def _alone(mesh: dict[str, int] | None) -> tuple[Any, ...]:
     return (shard(Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes)), batch=P(axes)),)
 
 
+class _Unscaled(Loss):
+    """A loss without its loss scale."""
+
+    @property
+    def source(self) -> None:
+        return None
+
+    @property
+    def loss_scaling(self) -> None:
+        return None
+
+
 def innermost(given: Any) -> Loss:
     """The loss of a chain, with what was made of it as a loss, but not its loss scale."""
-    while isinstance(given, Level) and not isinstance(given, Loss):
-        given = given.wrapped
-    return dataclasses.replace(as_loss(given, "eqtrain explain"), loss_scaling=None)
+    loss = innermost_loss(given) if isinstance(given, Level) else as_loss(given, "eqtrain explain")
+    return _Unscaled(loss)

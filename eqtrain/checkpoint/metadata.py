@@ -83,7 +83,7 @@ def describe(
         metrics=dict(metrics),
         leaves=leaves_of(structure),
         mesh=dict(meshes[0].shape) if meshes else None,
-        chain=() if program is None else tuple(link.source for link in program.chain),
+        chain=() if program is None else tuple(str(level.source) for level in program.chain),
         versions=versions(),
         processes=jax.process_count(),
         saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

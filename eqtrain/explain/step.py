@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._core.contribution import batch_size
-from .._core.step import Look, Step
+from .._core.loss import batch_size
+from .._core.step import Step, View
 from .._guard.failures import Failure, coordinates, failures
 from .._guard.findings import Findings
 from .._state.train_state import Structure, TrainState
@@ -60,8 +60,8 @@ def make_replay(step: Step, structure: Structure, probe: Site | None = None) -> 
     def run(leaves: tuple[Array, ...], batch: PyTree, number: Array, rows: Array) -> Any:
         parts = structure.unpack(leaves)
         parts = dataclasses.replace(parts, step=number.astype(parts.step.dtype))
-        look = Look(checks=True, watch=watching(probe), rows=rows)
-        take, outcome = step.advance(parts, batch, look)
+        view = View(checks=True, watch=watching(probe), rows=rows)
+        take, outcome = step.advance(parts, batch, view)
         new = take()
         params = eqx.filter(new.model, step.is_trainable(new.model))
         names[:] = [name for name, _ in named_leaves(params)]
