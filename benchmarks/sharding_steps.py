@@ -32,6 +32,7 @@ import eqtrain as et
 from benchmarks.environment import make_cpu_devices
 from eqtrain._programs.cost import Inspection, inspect_compiled
 from models.llama import Llama, LlamaConfig, tensor_parallel
+from models.parallel import AbstractSplit
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 1e-2
 MODEL_DEVICES = 2  # along `model`, where there is such an axis; the rest are along `data`
@@ -139,11 +140,21 @@ def _ours(
     return program, ts, batch
 
 
-class Constrained(eqx.Module):
+class Constrained(AbstractSplit):
     """A layer whose result is to lie as `sharding` says, however it was computed."""
 
     layer: Any
     sharding: NamedSharding = eqx.field(static=True)
+    axis: str | None = eqx.field(static=True)
+
+    def __init__(self, layer: Any, sharding: NamedSharding):
+        self.layer = layer
+        self.sharding = sharding
+        self.axis = None  # in the global view every layer is whole
+
+    @property
+    def is_split(self) -> bool:
+        return False
 
     @property
     def weight(self) -> Array:

@@ -331,12 +331,38 @@ def test_batch_norm_of_equinox_runs_on_one_device(mode, parts):
         assert ts.state.get(ts.model.norm.batch_counter) == STEPS * parts
 
 
-@pytest.mark.parametrize("mode", ["batch", "ema"])
-@pytest.mark.parametrize("axis", ["batch", ("batch", "data")], ids=["own_rows", "all_rows"])
-def test_batch_norm_of_equinox_is_refused_on_a_mesh(mode, axis):
-    """JAX refuses its collectives inside `shard_map`. Should this run one day, it must be right."""
-    program = et.pipe(normed_loss, on_mesh(), et.update(optax.sgd(0.1)), et.donate)
+def normalised(axis: Any, mode: Any, *transforms: Any) -> tuple[float, Any]:
+    """The loss of a step of rate 0 and the running mean after it."""
+    program = et.pipe(normed_loss, *transforms, et.update(optax.sgd(0.0)), et.jit)
     ts = program.init(make_normed(axis, mode), key=jax.random.key(0))
-    with pytest.raises((AssertionError, ValueError)):
-        program(ts, BATCHES[0])
-    assert ts.used is None
+    ts, metrics = program(ts, BATCHES[0])
+    index = ts.model.norm.batch_state_index if mode == "batch" else ts.model.norm.ema_state_index
+    return float(metrics["loss"]), np.array(ts.state.get(index)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm:UserWarning")
+@pytest.mark.parametrize("mode", ["batch", "ema"])
+def test_batch_norm_of_equinox_over_all_rows_is_that_of_one_device(mode):
+    loss, running = normalised("batch", mode)
+    for devices in (2, 4):
+        on_devices = normalised(("batch", "data"), mode, on_mesh(devices))
+        assert on_devices[0] == pytest.approx(loss, rel=1e-5)
+        np.testing.assert_allclose(on_devices[1], running, rtol=1e-5, atol=1e-7)
+
+
+def test_batch_norm_of_equinox_over_own_rows_is_that_of_microbatches():
+    """Over `"batch"` alone each device normalises by its own rows, as PyTorch's DDP does."""
+    own = normalised("batch", "batch", on_mesh(2))[0]
+    by_hand = np.mean([batch_loss(rows) for rows in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))])
+    assert own == pytest.approx(by_hand, rel=1e-5)
+    # Negative control: over all rows it is another number.
+    assert abs(own - normalised("batch", "batch")[0]) > 1e-3 * own
+
+
+def batch_loss(rows: slice) -> float:
+    """The loss of some rows alone, with the parameters that all of the above begin with."""
+    ts = et.update(optax.sgd(0.0))(normed_loss).init(
+        make_normed("batch", "batch"), key=jax.random.key(0)
+    )
+    batch = {name: jnp.asarray(leaf[rows]) for name, leaf in BATCHES[0].items()}
+    return float(normed_loss(ts.model, ts.state, batch, None)[0].value)

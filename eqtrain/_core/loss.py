@@ -23,6 +23,7 @@ from .._metrics import (
     map_metrics,
 )
 from .._util.paths import named_leaves, path_name
+from .equinox_state import as_mesh_state, as_plain_state, convert
 
 
 def is_example_array(leaf: Any) -> bool:
@@ -122,7 +123,8 @@ def run_loss(
     before = _kinds(state)
     # A copy, since an `eqx.nn.State` refuses to be used twice.
     leaves, treedef = jax.tree.flatten(state)
-    returned = loss_fn(model, treedef.unflatten(leaves), batch, key)
+    given = convert(treedef.unflatten(leaves), as_mesh_state)
+    returned = loss_fn(model, given, batch, key)
     if not (isinstance(returned, tuple) and len(returned) == 3):
         got = (
             f"a tuple of {len(returned)}"
@@ -135,6 +137,7 @@ def run_loss(
             "Return `loss, state, {}` where there are no metrics, and None for no state."
         )
     loss, new_state, metrics = returned
+    new_state = convert(new_state, as_plain_state)
     _check_state(before, _kinds(new_state))
     return loss_terms(loss, batch), new_state, _check_metrics(metrics)
 

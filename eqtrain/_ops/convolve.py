@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._sharding.varying import vary, varying
 from .matmul import matmul
 
 
@@ -59,7 +60,9 @@ def convolve(
         # windows, which are few. GPUs' libraries make such a product of it anyhow.
         windows = _windows(x_BHWI, (height, width), size=size, stride=stride, pad=pad)
         return matmul(windows, weight.reshape(-1, num_out))
-    return _convolve(stride, x_BHWI, weight)
+    # In a `shard_map` with types, as JAX would by itself, which a gradient of ours keeps it from.
+    axes = varying(x_BHWI) | varying(weight)
+    return _convolve(stride, vary(x_BHWI, axes), vary(weight, axes))
 
 
 def _plain(stride: int, x: Array, weight: Array) -> Array:
