@@ -8,25 +8,30 @@ dims of `vmap`, stacked by loops. Whether it failed, and what it says, is for th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-# No public names stand for these.
-from jax._src.checkify import ErrorEffect, check_batching_rule, check_p
-from jax._src.source_info_util import current_name_stack, user_context
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import batching
 from jaxtyping import Array, PyTree
 
 from .._jaxpr.frames import Frame, user_frames
 from .._jaxpr.jaxprs import scan_operands
+from .._util.internals import (
+    ErrorEffect,
+    check_batching_rule,
+    check_p,
+    current_name_stack,
+    described,
+    failed,
+    payload_of,
+    user_context,
+)
 
 # What a check was given: whether it failed, its number, and the values in its message.
 Given = tuple[Array, ...]
@@ -49,7 +54,7 @@ class CheckSite:
 
     def failed(self, given: tuple[Any, ...]) -> Any:
         """Whether it failed: an array of whichever dims the check has."""
-        preds = list(jax.tree.unflatten(self.tree, given)._pred.values())
+        preds = failed(jax.tree.unflatten(self.tree, given))
         return sum(preds[1:], preds[0])
 
     def errors(self, given: tuple[Any, ...]) -> list[tuple[tuple[int, ...], Any]]:
@@ -84,7 +89,7 @@ def with_checks(
         out, out_static = eqx.partition(function(*eqx.combine(arrays, static)), eqx.is_array)
         return out
 
-    with _every_example_checked():
+    with _every_example(True):
         closed, shape = jax.make_jaxpr(traced, return_shape=True)(arrays)
     found = _Found()
     flat = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arrays), found)
@@ -95,26 +100,27 @@ def with_checks(
 def _site(equation: Any, given: Given) -> CheckSite:
     tree = equation.params["err_tree"]
     error = jax.tree.unflatten(tree, given)
-    payload = next(iter(error._payload.values()))
-    described = jax.tree.unflatten(next(iter(error._metadata.values())), payload)
-    text = getattr(described, "fmt_string", type(described).__name__)
+    exception = described(error, payload_of(error))
+    text = getattr(exception, "fmt_string", type(exception).__name__)
     return CheckSite(text, user_frames(equation), tree)
 
 
-@contextlib.contextmanager
-def _every_example_checked() -> Iterator[None]:
-    """Keeps the dim of `vmap` in what a check is given, where JAX keeps one failure of it."""
+# A context of JAX: what is traced under one value is not taken from a cache under another.
+_every_example = jax.make_user_context(False)
 
-    def keep(args: Any, dims: Any, *, err_tree: Any, debug: bool) -> Any:
-        size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-        args = [batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True)]
-        return check_p.bind(*args, err_tree=err_tree, debug=debug), []
 
-    batching.primitive_batchers[check_p] = keep
-    try:
-        yield
-    finally:
-        batching.primitive_batchers[check_p] = check_batching_rule
+def _batch_check(args: Any, dims: Any, *, err_tree: Any, debug: bool) -> Any:
+    """Keeps the dim of `vmap` in what a check of a loss is given, where JAX keeps one failure."""
+    if not _every_example.value:
+        return check_batching_rule(args, dims, err_tree=err_tree, debug=debug)
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    args = [batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True)]
+    return check_p.bind(*args, err_tree=err_tree, debug=debug), []
+
+
+# Once and for good, and as JAX's own rule for all but the tracing of a loss: a rule that came and
+# went with it would be met by other threads, and by what JAX keeps in its caches.
+batching.primitive_batchers[check_p] = _batch_check
 
 
 def _evaluate(jaxpr: Any, consts: Any, args: Any, found: _Found) -> list[Any]:

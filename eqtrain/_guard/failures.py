@@ -9,6 +9,7 @@ import numpy as np
 
 from .._jaxpr.frames import Frame
 from .._sharding.placement import Layout
+from .._util.internals import error_text
 from .findings import AbstractFlags, Findings
 
 
@@ -60,7 +61,7 @@ def _of_checks(findings: Findings, layout: Layout | None) -> Iterator[Failure]:
                 part = part_of_rows(device, layout) * num_microbatches + microbatch
                 example = part * findings.rows + index.pop(site.loops)
             place = coordinates(device, layout)
-            yield Failure(str(error), site.frames, place, microbatch, example, tuple(index))
+            yield Failure(error_text(error), site.frames, place, microbatch, example, tuple(index))
 
 
 def _of_flags(flags: AbstractFlags | None, layout: Layout | None) -> Iterator[Failure]:

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from .._core.levels import require_positive
 from .._core.loss import batch_size
 from .._state.train_state import Structure, TrainState, UsedStateError, require_train_state
+from .._util.internals import INCOMPATIBLE_DEVICES, NOT_FUNCTIONALIZED, cache_size
 from .._util.paths import named_leaves
 from .signature import Signature, advice, changes, is_concrete, placement, signature_of, table
 
@@ -125,8 +126,8 @@ class Compiled:
             raise
         finally:
             self._calling.arguments = None
-        if jit.run._cache_size() != jit.entries:
-            jit.entries = jit.run._cache_size()
+        if cache_size(jit.run) != jit.entries:
+            jit.entries = cache_size(jit.run)
             self._note(signature_of(ts, batch))
         return out
 
@@ -249,13 +250,13 @@ class Compiled:
                 ) from error
         if not isinstance(error, TypeError | ValueError):
             return
-        if "not functionalized" in str(error):
+        if NOT_FUNCTIONALIZED in str(error):
             raise ValueError(
                 "A `checkify.check` needs somebody who looks at it. Got one in the loss of a chain "
                 "without a guard that does. Add `et.guard` after `et.update`, with "
                 'checks="user", as it is unless given.'
             ) from error
-        if "incompatible devices" in str(error).lower():
+        if INCOMPATIBLE_DEVICES in str(error).lower():
             places = "; ".join(
                 f"`{name}` on {placement(leaf)}"
                 for name, leaf in [

@@ -5,7 +5,11 @@ them, and on which line of this file the check stands.
 """
 
 import inspect
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -412,3 +416,111 @@ def test_a_zero_among_float_divisors_is_no_division_by_zero():
 
 def test_the_guard_names_the_classes_that_there_are():
     assert guard_module.CHECKS == ("user", *CLASSES)
+
+
+@jax.jit
+def positive(x):
+    """Called by a user's own checkify and by a loss: what JAX keeps of it is met by both."""
+    checkify.check(x > 0, "x is {x}", x=x)
+    return 2 * x
+
+
+def names_of_rows() -> list[int | None]:
+    def loss(model, state, batch, key):
+        return et.mean(jax.vmap(positive)(batch["x"]) * model), state, {}
+
+    program = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard, et.jit)
+    ts = program.init(lambda key: jnp.array(1.0), key=jax.random.key(0))
+    ts, _ = program(ts, {"x": NEGATIVE})
+    program.check(ts)
+    return [failure.example for failure in program.trips[0].failures]
+
+
+def message_of_checkify() -> str:
+    error, _ = checkify.checkify(jax.vmap(positive))(jnp.asarray(NEGATIVE))
+    return str(error.get())
+
+
+NEGATIVE = np.array([1, 2, -1, 4, 5, 6, -2, 8], np.float32)
+# In a process of its own, since what is met first stays in JAX's caches.
+BOTH = """
+from tests.cases.test_checks import message_of_checkify, names_of_rows
+
+first, then = {order}
+for _ in range(2):
+    print(first(), then())
+"""
+
+
+@pytest.mark.parametrize(
+    "order", ["message_of_checkify, names_of_rows", "names_of_rows, message_of_checkify"]
+)
+def test_the_guard_and_a_checkify_of_the_users_do_not_meet(order: str):
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", BOTH.format(order=order)], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[2, 6]") == 2
+    assert done.stdout.count("x is -2.0 (`check` failed)") == 2
+
+
+def test_the_guard_and_a_checkify_in_another_thread_do_not_meet():
+    found: dict[str, set[str]] = {"guard": set(), "checkify": set()}
+
+    def repeat(name: str, look: Callable[[], Any]) -> None:
+        for _ in range(4):
+            jax.clear_caches()
+            found[name].add(str(look()))
+
+    threads = [
+        threading.Thread(target=repeat, args=("guard", names_of_rows)),
+        threading.Thread(target=repeat, args=("checkify", message_of_checkify)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found["guard"] == {"[2, 6]"}
+    assert len(found["checkify"]) == 1 and "x is -2.0" in found["checkify"].pop()
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_check_in_a_while_loop_on_a_mesh_names_the_row(devices: int):
+    def loss(model, state, batch, key):
+        def one(x):
+            def body(carry):
+                i, s = carry
+                checkify.check(s < 90, "s {s}", s=s)
+                return i + 1, s + jnp.abs(x[i])
+
+            return jax.lax.while_loop(lambda carry: carry[0] < 8, body, (0, jnp.zeros(())))[1]
+
+        return et.mean(jax.lax.stop_gradient(jax.vmap(one)(batch["x"])) * model), state, {}
+
+    x = np.ones((4, 8), np.float32)
+    x[2] = 30
+    shard = et.shard(et.mesh(data=devices), batch=P("data"))
+    program = et.pipe(loss, shard, et.update(optax.sgd(0.1)), et.guard, et.jit)
+    ts = program.init(lambda key: jnp.array(1.0), key=jax.random.key(0))
+    ts, _ = program(ts, {"x": x})
+    program.check(ts)
+    [failure] = program.trips[0].failures
+    assert (failure.message.split(" (")[0], failure.example) == ("s 90.0", 2)
+    assert failure.device == {"data": 2 * devices // 4}
+
+
+def test_a_text_whose_braces_are_no_fields_is_shown_as_it_is():
+    texts = ["set {1,2} is bad", "{name} is bad", "100% } done"]
+
+    def loss(model, state, batch, key):
+        for text in texts:
+            checkify.check(jnp.all(batch["x"] < 0), text)
+        return et.mean(batch["x"] * model), state, {}
+
+    program = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard, et.jit)
+    ts = program.init(lambda key: jnp.array(1.0), key=jax.random.key(0))
+    ts, metrics = program(ts, {"x": np.ones(2, np.float32)})
+    program.check(ts)
+    assert [failure.message for failure in program.trips[0].failures] == texts
+    assert float(metrics["skipped"]) == 1
