@@ -5,7 +5,7 @@ import re
 import pytest
 
 import eqtrain as et
-from eqtrain._programs.cost import collectives_of
+from eqtrain._programs.cost import collectives_of, replica_groups
 
 SUM = """
 %sum (a: f32[], b: f32[]) -> f32[] {
@@ -252,3 +252,26 @@ def test_the_axes_of_a_permutation():
     line = f"%r = f32[8]{{0}} collective-permute(%p), channel_id=1, {pairs}"
     mesh = et.mesh(data=4, model=2)
     assert [found.axes for found in collectives_of(module(line), mesh)] == [("model",)]
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}", [[0, 1], [2, 3]]),
+        ("replica_groups={}", []),
+        ("channel_id=1", []),
+    ],
+)
+def test_each_form_of_groups_is_read(text, groups):
+    assert replica_groups(f"f32[8]{{0}} all-reduce(%p), {text}, to_apply=%sum") == groups
+
+
+@pytest.mark.parametrize("text", ["replica_groups=ring(0..3)", "replica_groups=[4]<<[2,2]"])
+def test_a_form_of_groups_that_is_not_known_is_an_error(text):
+    line = ALL_REDUCE.replace("replica_groups={{0,1,2,3}}", text)
+    assert text in line
+    with pytest.raises(ValueError, match=r"a form that is known. Got replica_groups="):
+        collectives_of(module(line))

@@ -237,3 +237,49 @@ def test_structure_says_no_to_pickle_silently_losing_arrays():
     ts = start()
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
         pickle.dumps(ts)
+
+
+@pytest.mark.parametrize("look", ["call", "check", "explain", "evaluate"])
+def test_a_compiled_step_leaves_the_state_it_is_given_as_it_is(look):
+    """Every object in it: the arrays and where they lie, and what it says of its step."""
+
+    def loss(model, state, batch, key):
+        return et.mean((batch["x"] - model["w"]) ** 2), state, {}
+
+    program = et.pipe(loss, et.update(optax.sgd(0.1)), et.guard, et.jit)
+    evaluate = et.evaluate(loss)
+    batch = jax.device_put({"x": jnp.array([1.0, jnp.nan])}, jax.devices()[1])
+    first = program.init(lambda key: {"w": jnp.zeros(())}, key=jax.random.key(0))
+    second, _ = program(first, batch)
+    looks: dict[str, Any] = {
+        "call": lambda ts: program(ts, batch),
+        "check": program.check,
+        "explain": lambda ts: program.explain(ts, batch),
+        "evaluate": lambda ts: evaluate(ts, batch),
+    }
+    for ts in (first, second):
+        before = (ts.leaves, [leaf.sharding for leaf in ts.leaves], ts.flag, ts.used, ts.fresh)
+        looks[look](ts)
+        assert ts.leaves is before[0] and ts.flag is before[2]
+        assert [leaf.sharding for leaf in ts.leaves] == before[1]
+        assert (ts.used, ts.fresh) == before[3:]
+
+
+def test_what_is_lowered_first_is_not_traced_again_by_a_call():
+    traced = []
+
+    def loss(model, state, batch, key):
+        traced.append(1)
+        return et.mean((batch["x"] - model["w"]) ** 2), state, {}
+
+    batch = {"x": jnp.array([1.0, 2.0])}
+    program = et.pipe(loss, et.update(optax.sgd(0.1)), et.donate(max_compilations=1))
+    ts = program.init(lambda key: {"w": jnp.zeros(())}, key=jax.random.key(0))
+    text = program.lower(ts, batch).as_text()
+    assert "module @jit_train_step" in text
+    program.inspect(ts, batch)
+    before = len(traced)
+    assert program.compilations == 0
+    ts, _ = program(ts, batch)
+    assert len(traced) == before and program.compilations == 1
+    assert "module @jit_evaluate" in et.evaluate(loss).compiled.lower(ts, batch).as_text()

@@ -111,7 +111,6 @@ class Compiled:
         # shares its arrays with copies of it, which were given others in some fields at most.
         if ts.fresh:
             require_arrays(ts)
-            _follow(ts, batch)
         else:
             for place in ts.structure.sentinels:
                 if _is_deleted(ts.leaves[place]):
@@ -272,18 +271,21 @@ class Compiled:
             batch_size(batch)  # which refuses, by name, what is no array
 
 
-def _follow(ts: TrainState, batch: PyTree) -> None:
-    """Commits a new TrainState without a mesh to the device that the batch is committed to.
+def follow(ts: TrainState, batch: PyTree) -> TrainState:
+    """A new TrainState without a mesh, committed to the device that the batch is committed to.
 
     Left as it is, the first step would bring its outputs there, and the second be compiled anew
     for arguments that are committed.
     """
+    if not isinstance(ts, TrainState) or not ts.fresh or ts.used is not None:
+        return ts
     if any(sharding is not None for sharding in ts.structure.shardings):
-        return
+        return ts
     places = {placement(leaf) for leaf in jax.tree.leaves(batch)} - {None}
     if len(places) == 1 and isinstance(device := places.pop(), SingleDeviceSharding):
         if all(is_concrete(leaf) and not leaf.committed for leaf in ts.leaves):
-            ts.leaves = tuple(jax.device_put(ts.leaves, device))
+            return ts.with_leaves(tuple(jax.device_put(ts.leaves, device)))
+    return ts
 
 
 def _quick_key(leaf: Any) -> Any:

@@ -18,7 +18,7 @@ from .._metrics import Sum
 from .._state.train_state import Structure, TrainState
 from .._util.text import call
 from ..random import example_keys
-from .dispatch import Compiled
+from .dispatch import Compiled, follow
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -36,7 +36,7 @@ class Evaluation(Level):
         return call("evaluate", max_compilations=self.compiled.max_compilations)
 
     def __call__(self, ts: TrainState, batch: PyTree) -> dict[str, PyTree]:
-        return self.compiled(ts, batch)
+        return self.compiled(follow(ts, batch), batch)
 
     @property
     def compilations(self) -> int:

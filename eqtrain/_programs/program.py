@@ -25,7 +25,8 @@ from .._state.placement_report import PlacementReport
 from .._state.train_state import Structure, TrainState
 from .._util.text import call
 from .cost import Inspection, inspect_compiled
-from .dispatch import Compiled, check_donated, require_arrays, same_structure
+from .dispatch import Compiled, check_donated, follow, require_arrays, same_structure
+from .signature import is_concrete
 
 if TYPE_CHECKING:
     import eqtrain.explain  # takes long, and most runs never need it
@@ -88,22 +89,27 @@ class Program(AbstractCompiledStep):
             # would let them be taken again.
             require_arrays(ts)
             try:
-                ts.leaves = self.step.adopt(ts)
+                taken = ts.with_leaves(self.step.adopt(ts))
             except StepError as error:
                 error.state = self.step.recover(ts)
                 raise
-        return self._call(ts, batch, None)
+        else:
+            taken = ts
+        return self._call(ts, taken, batch, None)
 
     def _call(
-        self, ts: TrainState, batch: PyTree, call: int | None
+        self, ts: TrainState, taken: TrainState, batch: PyTree, call: int | None
     ) -> tuple[TrainState, dict[str, PyTree]]:
-        leaves, metrics, alarm = self.compiled(ts, batch)
+        """A call that was given `ts`, of which `taken` is what the step takes."""
+        taken = follow(taken, batch)
+        leaves, metrics, alarm = self.compiled(taken, batch)
         if call is None:
             call = next(self._calls)  # counted once nothing was refused
         if self.donates:
             ts.used = f"call {call} of `{self.compiled.name}`"
             if ts.fresh:
-                check_donated(self.compiled.name, ts, leaves)
+                check_donated(self.compiled.name, taken, leaves)
+                _delete_replaced(ts, taken)
         # Of what is traced no host will see the alarm.
         traced = isinstance(leaves[0], Tracer)
         new = TrainState(leaves, ts.structure, fresh=traced)
@@ -111,7 +117,8 @@ class Program(AbstractCompiledStep):
             new.flag = (call, alarm, None if self.step.bundles is None else batch)
             if self._look(ts.flag, new):
                 # The step before had tripped, and this one waited while it was saved.
-                return self._call(self.step.release(new), batch, call)
+                released = self.step.release(new)
+                return self._call(released, released, batch, call)
         return new, metrics
 
     def check(self, ts: TrainState) -> None:
@@ -122,9 +129,7 @@ class Program(AbstractCompiledStep):
         **Raises:** what a call would raise: `NonFiniteError`, `CheckError`, `ReplicasError`.
         """
         ts.require_unused()
-        if self._look(ts.flag, ts):
-            ts.leaves = self.step.release(ts).leaves
-        ts.flag = None
+        self._look(ts.flag, ts)
 
     def explain(
         self, ts: TrainState, batch: PyTree, *, step: int | None = None
@@ -273,3 +278,10 @@ class Program(AbstractCompiledStep):
         layout = self.step.layout
         mesh = None if layout is None else layout.mesh
         return inspect_compiled(self.lower(ts, batch).compile(), mesh)
+
+
+def _delete_replaced(ts: TrainState, taken: TrainState) -> None:
+    """Deletes the arrays of a used-up TrainState in whose place the step took others."""
+    for leaf, other in zip(ts.leaves, taken.leaves, strict=True):
+        if leaf is not other and is_concrete(leaf) and not leaf.is_deleted():
+            leaf.delete()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,10 +23,8 @@ from .._metrics import Max, Min, is_metric
 from .collectives import AbstractSums, Splits
 from .placement import Axes
 
-_COLLECTIVES = frozenset(
-    "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all "
-    "ppermute psum_scatter".split()
-)
+# These name a mesh axis, and nothing of one device comes to another.
+_LOCAL = frozenset("axis_index pcast pvary sharding_constraint".split())
 
 
 class AbstractStacked(ABC):
@@ -199,22 +197,37 @@ class OrderedSums(AbstractSums):
 
 def refuse_collectives(function: Callable[..., Any], args: tuple[Any, ...], axes: Axes) -> None:
     """Refuses a loss that communicates over the batch axes: it is no sum over lanes."""
-    for name, over in _collectives(jax.make_jaxpr(function)(*args).jaxpr):
-        if set(over) & set(axes):
+    for name, over in _collectives(jax.make_jaxpr(function)(*args).jaxpr, axes):
+        if over:
             raise ValueError(
                 '`order="tree"` adds lanes that know nothing of one another. '
-                f"Got a loss with a `{name}` over {tuple(over)}, which splits the batch. "
+                f"Got a loss with a `{name}` over {over}, which splits the batch. "
                 "Remove it: for BatchNorm, `axis_names=()` keeps the statistics of each lane, "
                 "whose running ones are averaged over lanes."
             )
 
 
-def _collectives(jaxpr: Any) -> list[tuple[str, tuple[str, ...]]]:
+def _collectives(jaxpr: Any, axes: Axes) -> list[tuple[str, Axes]]:
+    """The primitives that name some of `axes`, whatever they are called, with those axes.
+
+    Not by a list of collectives, which would let a new one pass.
+    """
     found = []
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _COLLECTIVES:
-            over = equation.params.get("axes", equation.params.get("axis_name", ()))
-            found.append((equation.primitive.name, over if isinstance(over, tuple) else (over,)))
+        if equation.primitive.name not in _LOCAL:
+            # The `name` of a call is its function's.
+            named = [value for key, value in equation.params.items() if key != "name"]
+            over = tuple(axis for axis in axes if axis in set(_strings(named)))
+            if over:
+                found.append((equation.primitive.name, over))
         for inner in jaxprs_in_params(equation.params):
-            found += _collectives(inner)
+            found += _collectives(inner, axes)
     return found
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple | list | set | frozenset):
+        for one in value:
+            yield from _strings(one)

@@ -251,6 +251,14 @@ class TrainState:
             new.flag = (call, alarm, None if others else batch)
         return new
 
+    def with_leaves(self, leaves: tuple[Any, ...]) -> TrainState:
+        """The same with other arrays, which are as these but lie elsewhere; itself if they are."""
+        if leaves is self.leaves:
+            return self
+        new = TrainState(leaves, self.structure, self.fresh)
+        new.flag = self.flag
+        return new
+
     def require_unused(self) -> None:
         if self.used is not None:
             raise UsedStateError(

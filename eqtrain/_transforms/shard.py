@@ -90,7 +90,9 @@ def shard(
     """
     layout = make_layout(mesh, batch, replicate() if model is None else model)
     require_order(order, "et.shard(mesh, ...)")
-    return lambda given: Shard(given, _ordered(layout) if order == "tree" else layout)
+    if order == "tree":
+        layout = _ordered(layout)
+    return lambda given: Shard(given, layout)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

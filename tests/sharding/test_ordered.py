@@ -324,3 +324,18 @@ def test_the_bytes_are_those_of_a_ring():
     # Padded to a multiple of two devices for each dtype; and XLA leaves out of an all-reduce the
     # few counts that it knows.
     assert moved <= padded <= moved + 32
+
+
+def test_a_collective_that_nobody_knows_is_refused():
+    """By what it names, an axis of the batch, and not by a list of names."""
+    newest = jax.extend.core.Primitive("newest_collective")
+    newest.def_abstract_eval(lambda x, *, over: x)
+
+    def loss(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:
+        return et.mean(newest.bind(model(batch["x"])[:, 0], over=("data",))), state, {}
+
+    program = chain(loss, shard())
+    ts = program.init_shapes(TASKS["mlp"][1])
+    batch = {name: leaf for name, leaf in batches((16,))[0].items() if name != "weight"}
+    with pytest.raises(ValueError, match=r"`newest_collective` over \('data',\)"):
+        program.lower(ts, batch)
