@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqtrain as et
+from tests.tiers import grid
 
 ROWS, STEPS = 8, 3
 RNG = np.random.default_rng(0)
@@ -184,7 +185,7 @@ def test_dropout_models_equal_a_plain_loop(model):
     assert distance(ts.model, other) > FAR  # negative control: masks of other examples
 
 
-@pytest.mark.parametrize("where", ["mesh", "alone"])
+@pytest.mark.parametrize("where", ["mesh", grid("alone")])
 def test_haiku_batch_norm_equals_a_plain_loop(where):
     init, apply = haiku_model(True)
     axis, chain = ("data", (on_mesh(),)) if where == "mesh" else (None, ())
@@ -208,7 +209,7 @@ class _NoDropout:
         self.nn.Dropout.__call__ = self.call
 
 
-@pytest.mark.parametrize("where", ["mesh", "alone"])
+@pytest.mark.parametrize("where", ["mesh", grid("alone")])
 def test_flax_batch_norm_equals_a_plain_loop(where):
     init, apply = flax_model(True)
     axis, chain = ("data", (on_mesh(),)) if where == "mesh" else (None, ())
@@ -221,7 +222,7 @@ def test_flax_batch_norm_equals_a_plain_loop(where):
     assert distance(ts.state, first.state) > FAR
 
 
-@pytest.mark.parametrize("model", [haiku_model, flax_model])
+@pytest.mark.parametrize("model", [haiku_model, grid(flax_model)])
 def test_batch_norm_without_an_axis_is_told_apart(model):
     """Statistics of each device's own rows run, and are those of a smaller batch."""
     init, apply = model(True)

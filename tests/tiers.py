@@ -10,7 +10,10 @@ import pytest
 
 
 def pairwise(
-    options: Mapping[str, Sequence[Any]], *, same: Callable[..., bool] = lambda **case: False
+    options: Mapping[str, Sequence[Any]],
+    *,
+    same: Callable[..., bool] = lambda **case: False,
+    beyond: Callable[..., bool] = lambda **case: False,
 ) -> Any:
     """Parametrises a test with the product of `options`.
 
@@ -19,7 +22,7 @@ def pairwise(
     are marked `grid`.
 
     **Arguments:** `same` says of which cases another is the very same program, so that they are
-    left out.
+    left out; `beyond`, which cases lie between others that run by default, and are for the grid.
     """
     names = tuple(options)
     cases = [
@@ -27,7 +30,8 @@ def pairwise(
         for case in itertools.product(*options.values())
         if not same(**dict(zip(names, case, strict=True)))
     ]
-    chosen = {id(case) for case in _covering(cases)}
+    usual = [case for case in cases if not beyond(**dict(zip(names, case, strict=True)))]
+    chosen = {id(case) for case in _covering(usual)}
     params = [
         pytest.param(*case, marks=[] if id(case) in chosen else pytest.mark.grid) for case in cases
     ]

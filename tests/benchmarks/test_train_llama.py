@@ -134,6 +134,7 @@ def losses(args: argparse.Namespace, seeds: tuple[int, ...]) -> list[list[float]
     return [run(seed) for seed in seeds]
 
 
+@pytest.mark.grid
 def test_steps_are_the_same_on_any_mesh():
     expected, other = losses(settings(), (0, 1))
     mesh = parse_mesh("data=2,fsdp=2,model=2")

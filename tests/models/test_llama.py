@@ -24,7 +24,7 @@ from models.llama import (
     LlamaConfig,
     tensor_parallel,
 )
-from tests.tiers import default
+from tests.tiers import default, grid
 
 # As many key-value heads as there are devices along `model`, at most.
 CONFIG = dataclasses.replace(LLAMA_TINY, num_heads=8, num_kv_heads=4)
@@ -251,7 +251,7 @@ MEGATRON = {
 }
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [grid(False), True])
 def test_two_devices_train_as_one_by_the_collectives_of_megatron(sequence_parallel):
     program = program_of(shard({"model": 2}, SPLIT))
     check_trained(*train(program, sequence_parallel=sequence_parallel))
@@ -283,6 +283,7 @@ def test_sequence_parallel_model_with_no_shards_needs_no_mesh():
     assert relative(train(program_of(), sequence_parallel=True, remat=False)[0], alone()[0]) < 1e-5
 
 
+@pytest.mark.grid
 def test_tied_head_trains_on_a_mesh_as_on_one_device():
     tied: Any = {"config": dataclasses.replace(CONFIG, tied=True), "sequence_parallel": True}
     placement = tensor_parallel("model", tied=True)
@@ -290,6 +291,7 @@ def test_tied_head_trains_on_a_mesh_as_on_one_device():
     assert relative(actual, train(program_of(), **tied)[0]) < 1e-5
 
 
+@pytest.mark.grid
 def test_bfloat16_on_a_mesh_is_near_float32():
     program = program_of(et.precision("bfloat16"), shard(CUBE, LAZY))
     actual, losses = train(program, sequence_parallel=True)

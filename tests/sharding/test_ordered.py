@@ -114,7 +114,6 @@ def differing(a: Any, b: Any) -> list[str]:
 # device nothing is split, so that both placements are one program there.
 DEFAULT = [
     ("mlp", 2, 4, "fsdp"),
-    ("mlp", 4, 2, "replicate"),
     ("mlp", 8, 1, "fsdp"),
     ("resnet", 8, 1, "replicate"),
     ("llama", 4, 2, "fsdp"),
