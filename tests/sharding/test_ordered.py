@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
@@ -327,7 +328,7 @@ def test_the_bytes_are_those_of_a_ring():
 
 def test_a_collective_that_nobody_knows_is_refused():
     """By what it names, an axis of the batch, and not by a list of names."""
-    newest = jax.extend.core.Primitive("newest_collective")
+    newest = Primitive("newest_collective")
     newest.def_abstract_eval(lambda x, *, over: x)
 
     def loss(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:
