@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._util.text import kind_text
+
 
 @jax.tree_util.register_pytree_node_class
 class MeshState(eqx.nn.State):
@@ -63,4 +65,4 @@ def _is_state(node: Any) -> bool:
 
 
 def _kind(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+    return kind_text(x.dtype, x.shape)

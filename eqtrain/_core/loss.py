@@ -23,6 +23,7 @@ from .._metrics import (
     map_metrics,
 )
 from .._util.paths import named_leaves, path_name
+from .._util.text import kind_text
 from .equinox_state import as_mesh_state, as_plain_state, convert
 
 
@@ -144,7 +145,7 @@ def run_loss(
 
 def _kinds(state: PyTree) -> dict[str, str]:
     return {
-        name: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+        name: kind_text(jnp.result_type(leaf), jnp.shape(leaf))
         for name, leaf in named_leaves(state)
         if eqx.is_array_like(leaf)
     }

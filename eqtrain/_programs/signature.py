@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from .._sharding.placement import trimmed
 from .._state.train_state import TrainState
 from .._util.paths import named_leaves, path_name
+from .._util.text import aligned, kind_text
 
 # More lines than this say no more.
 _MAX_ROWS = 10
@@ -42,7 +43,7 @@ class LeafSignature:
     where: str = dataclasses.field(compare=False)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]" + " weak" * self.weak_type
+        return kind_text(self.dtype, self.shape) + " weak" * self.weak_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,12 +223,7 @@ def table(found: list[Change]) -> str:
     """The changes as lines of aligned columns."""
     rows = [("leaf", "what", "before", "after")]
     rows += [(c.leaf, c.what, _short(c.before), _short(c.after)) for c in found[:_MAX_ROWS]]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = [f"  {line}" for line in aligned(rows)]
     if len(found) > _MAX_ROWS:
         lines.append(f"  and {len(found) - _MAX_ROWS} more")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._metrics import accumulator_dtype
 from .._sharding.placement import Layout
+from .._util.text import aligned
 from .train_state import TrainState, kind
 
 
@@ -56,14 +57,7 @@ class PlacementReport:
             )
             for leaf in self.leaves
         ]
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(5)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column == 4 else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in (header, *rows)
-        ]
+        lines = aligned([header, *rows], right=(4,))
         totals = (
             f"a device holds {self.parameters:,} bytes of parameters, "
             f"{self.optimizer_state:,} of optimizer state, {self.other:,} of other state; "

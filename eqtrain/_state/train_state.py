@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Int, PyTree, Shaped
 
 from .._util.paths import path_name
+from .._util.text import kind_text
 
 
 class UsedStateError(RuntimeError):
@@ -155,7 +156,7 @@ def strong(leaf: Any) -> Any:
 
 def kind(leaf: Any) -> str:
     """A leaf's dtype and shape, as in `float32[8,3]`."""
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return kind_text(leaf.dtype, leaf.shape)
 
 
 class TrainState:

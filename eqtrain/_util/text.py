@@ -1,8 +1,9 @@
-"""Code as text, as a user writes it."""
+"""Text for messages: code as a user writes it, kinds of arrays, tables, and lists cut short."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
@@ -25,6 +26,29 @@ def call(verb: str, *arguments: Any, **settings: Any) -> str:
     given = [*map(repr, arguments)]
     given += [f"{name}={value!r}" for name, value in settings.items() if value is not None]
     return f"et.{verb}({', '.join(given)})" if given else f"et.{verb}"
+
+
+def kind_text(dtype: Any, shape: Sequence[int]) -> str:
+    """A dtype and a shape, as in `float32[8,3]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def some(texts: Sequence[str], most: int = 5, separator: str = "; ") -> str:
+    """The first of several texts, and how many more there are."""
+    more = f"{separator}and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """The lines of a table whose columns are aligned, those in `right` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def made_by(settings: Any) -> Code:

@@ -30,6 +30,7 @@ from .._state.train_state import Structure, TrainState, kind
 from .._util.extras import versions
 from .._util.host import fetch_whole
 from .._util.paths import named_leaves
+from .._util.text import some
 from .files import (
     BundleError,
     decode_batch,
@@ -42,8 +43,6 @@ from .files import (
 
 FORMAT = 1
 INDEX, STATE, BATCH = "bundle.json", "state.safetensors", "batch.safetensors"
-# How many leaves an error names.
-_MAX_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Bundle:
         if wrong:
             raise BundleError(
                 "A bundle must have the leaves of the program that it is restored to. "
-                f"Got {self.path}, where {_some(wrong)}. "
+                f"Got {self.path}, where {some(wrong)}. "
                 f"Use the model and the chain that it was saved with: {self.chain}."
             )
         self._note_differences(structure)
@@ -291,8 +290,3 @@ def _mesh_text(mesh: dict[str, int] | None) -> str:
     if mesh is None:
         return "without a mesh"
     return "on a mesh of " + ", ".join(f"{name}={size}" for name, size in mesh.items())
-
-
-def _some(items: list[str]) -> str:
-    more = f"; and {len(items) - _MAX_NAMED} more" if len(items) > _MAX_NAMED else ""
-    return "; ".join(items[:_MAX_NAMED]) + more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._util.extras import extra
+from .._util.files import sha256
 
 # What safetensors reads back as a numpy array; the rest is stored as bytes.
 _NATIVE = frozenset(
@@ -37,7 +37,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]
         for name, array in arrays.items()
     }
     _safetensors().save_file(stored, path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def read_arrays(path: Path, file: Any, kinds: Any) -> dict[str, np.ndarray]:
@@ -53,7 +53,7 @@ def read_arrays(path: Path, file: Any, kinds: Any) -> dict[str, np.ndarray]:
         raise BundleError(
             f"A bundle's files must be whole. Got {found} bytes of {size} in {path}. {advice}"
         )
-    if _sha256(path) != file["sha256"]:
+    if sha256(path) != file["sha256"]:
         raise BundleError(
             "A bundle's files must be what was written. "
             f"Got {path}, whose sha256 is another than its index says. {advice}"
@@ -72,11 +72,6 @@ def _as_kind(array: np.ndarray, text: str) -> np.ndarray:
         .view(jnp.dtype(dtype))
         .reshape([int(dim) for dim in shape.split(",") if dim])
     )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_names(names: tuple[str, ...]) -> None:

@@ -6,12 +6,12 @@ Nothing else notices a changed bit: the format has checksums for its index, not 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .._util.files import sha256
 from .error import CheckpointError
 
 SUMS = "SHA256SUMS"
@@ -26,7 +26,7 @@ def checksum_lines(folder: Path, paths: Iterable[Path]) -> list[str]:
     """A line for each file, by its path relative to `folder`; each is forced onto the disk, too."""
 
     def line(path: Path) -> str:
-        return f"{_digest(path, sync=True)}  {path.relative_to(folder).as_posix()}"
+        return f"{sha256(path, sync=True)}  {path.relative_to(folder).as_posix()}"
 
     with ThreadPoolExecutor(4) as threads:
         return list(threads.map(line, paths))
@@ -69,7 +69,7 @@ def verify(folder: Path, below: str, share: int = 0, shares: int = 1) -> None:
         name, expected = item
         path = folder / name
         try:
-            found = _digest(path)
+            found = sha256(path)
         except FileNotFoundError:
             return f"`{path}`, which is missing"
         except OSError as error:
@@ -94,10 +94,3 @@ def damaged(folder: Path, problem: str) -> CheckpointError:
         f"A checkpoint must be read as it was written. Got {problem}. "
         f"Delete `{folder}`, and the last good checkpoint before it is used."
     )
-
-
-def _digest(path: Path, sync: bool = False) -> str:
-    with open(path, "rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()

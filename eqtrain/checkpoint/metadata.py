@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from .._core.levels import Level
 from .._state.train_state import Structure
 from .._util.extras import versions
+from .._util.text import kind_text, some
 from .error import CheckpointError
 from .integrity import SUMS, damaged
 
@@ -40,7 +41,7 @@ class Leaf:
     @property
     def kind(self) -> str:
         """As in `float32[8,3]`."""
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return kind_text(self.dtype, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +133,9 @@ def require_fit(step: int, saved: tuple[Leaf, ...], wanted: tuple[Leaf, ...]) ->
         ),
     ]
     if problems:
-        shown = "; ".join(problems[:5])
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
             "A template must have the leaves of the checkpoint, with their shapes and dtypes. "
-            f"Got, for the checkpoint of step {step}: {shown}{more}. "
+            f"Got, for the checkpoint of step {step}: {some(problems)}. "
             "Make the template with the model, optimizer and transforms that were saved."
         )
 

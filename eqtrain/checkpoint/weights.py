@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from .._state.train_state import kind
 from .._util.extras import extra
 from .._util.paths import named_leaves
+from .._util.text import kind_text, some
 
 _NAMES = {
     "F64": "float64",
@@ -135,7 +136,7 @@ def _arrays(model: PyTree) -> list[tuple[str, Any]]:
 
 def _kind(part: Any) -> str:
     dtype = part.get_dtype()
-    return f"{_NAMES.get(dtype, dtype)}[{','.join(map(str, part.get_shape()))}]"
+    return kind_text(_NAMES.get(dtype, dtype), part.get_shape())
 
 
 def _require_same(wanted: dict[str, Any], found: dict[str, str], path: Any) -> None:
@@ -149,10 +150,9 @@ def _require_same(wanted: dict[str, Any], found: dict[str, str], path: Any) -> N
         ),
     ]
     if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
             "A model must have the arrays of the file that it is read from. "
-            f"Got, for `{path}`: {'; '.join(problems[:5])}{more}. "
+            f"Got, for `{path}`: {some(problems)}. "
             "Make the model as it was when it was exported."
         )
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from .._jaxpr.frames import Frame
+from .._util.text import aligned
 from .blame import Fault
 from .rows import RowBlame
 from .tensors import Indices, Statistics, Tensor
@@ -85,11 +86,7 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = [COLUMNS, *(_cells(tensor, side) for side, tensor in self._tensors())]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = [
-            "  " + "  ".join(map(str.ljust, row, widths)).rstrip()
-            for row in (rows if rows[1:] else [])
-        ]
+        table = [f"  {line}" for line in aligned(rows)] if rows[1:] else []
         return "\n".join([*self._lines(), *table])
 
     def __rich__(self) -> Any:

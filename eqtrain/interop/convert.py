@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._state.train_state import kind
+from .._util.text import some
 from .files import as_numpy
 from .leaves import named_arrays
 from .rules import Made, Rule, backward, forward, sources_of
@@ -90,8 +91,12 @@ def load(
     if lost or left:
         raise ValueError(
             "Every leaf must get a tensor, and every tensor must have a leaf. Got "
-            + (f"leaves without one: {_some(_missing_texts(lost))}; " if lost else "")
-            + (f"tensors without one: {_some([f'`{name}`' for name in left])}; " if left else "")
+            + (f"leaves without one: {some(_missing_texts(lost), 8, ', ')}; " if lost else "")
+            + (
+                f"tensors without one: {some([f'`{name}`' for name in left], 8, ', ')}; "
+                if left
+                else ""
+            )
             + "add rules, or pass patterns as `missing=` and `unused=`."
         )
     for name, leaf in zip(names, leaves, strict=True):
@@ -165,7 +170,7 @@ def export(
     ]
     if left:
         raise ValueError(
-            f"Every leaf must have a rule. Got {_some(left)} without one. "
+            f"Every leaf must have a rule. Got {some(left, 8, ', ')} without one. "
             "Add rules, or pass patterns as `unused=`."
         )
     return {name: one.array() for name, one in made.items()}
@@ -236,8 +241,3 @@ def _missing_texts(missing: Mapping[str, str | None]) -> list[str]:
         f"`{name}`, " + ("which no rule makes" if source is None else f"from `{source}`")
         for name, source in missing.items()
     ]
-
-
-def _some(texts: list[str]) -> str:
-    more = f", and {len(texts) - 8} more" if len(texts) > 8 else ""
-    return ", ".join(texts[:8]) + more
