@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ os.environ.setdefault("NPROC", "16")
 _XLA_FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_multi_thread_eigen=false"]
 # Small programs are compiled in one piece: to split them costs more than a second thread gives.
 _XLA_FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
+# On JAX 0.10, without XLA's newer way to make code of fusions, compiling takes half the processor's
+# time. Roundings differ by it, so that tests of bits and of roundings, which are marked `codegen`,
+# run as XLA compiles by default, in a process of their own: `tests/test_codegen.py`.
+BY_DEFAULT = "EQTRAIN_TESTS_COMPILE_BY_DEFAULT"
+QUICK_CODEGEN = BY_DEFAULT not in os.environ and version("jax").startswith("0.10.")
+if QUICK_CODEGEN:
+    _XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip()
 # What one test compiled, no other compiles again, in this process or the next: a quarter of the
 # time. The folder lives as long as the run, and the first process, from which the others have its
@@ -78,12 +86,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one part of the tests, chosen by their names: the same in every process and run."""
+    """Leaves out what needs a process of its own, and with `--slice` all but a part of the tests.
+
+    The part is chosen by names: it is the same in every process and run.
+    """
+    kept = items[:]
+    if QUICK_CODEGEN:
+        kept = [item for item in kept if item.get_closest_marker("codegen") is None]
     if given := config.getoption("--slice"):
         index, parts = map(int, given.split("/"))
-        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == index % parts]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        kept = [item for item in kept if zlib.crc32(item.nodeid.encode()) % parts == index % parts]
+    names = {item.nodeid for item in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
+    items[:] = kept
 
 
 class _GetKey:

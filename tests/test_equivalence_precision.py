@@ -31,6 +31,8 @@ from tests.helpers import (
 )
 from tests.tiers import pairwise
 
+pytestmark = pytest.mark.codegen
+
 LANES = 8
 # Gradients of the first step, from equal parameters: eight float32 numbers summed in another order.
 ROUNDING = 1e-6

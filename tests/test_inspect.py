@@ -260,6 +260,9 @@ def test_the_axes_of_a_permutation():
         ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
         ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
         ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh[a=2,b=2] {b}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=1,'b'=2,'c'=2], device_ids=([4]) {'b'}", [[0, 2], [1, 3]]),
         ("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}", [[0, 1], [2, 3]]),
         ("replica_groups={}", []),
         ("channel_id=1", []),
@@ -269,7 +272,7 @@ def test_each_form_of_groups_is_read(text, groups):
     assert replica_groups(f"f32[8]{{0}} all-reduce(%p), {text}, to_apply=%sum") == groups
 
 
-@pytest.mark.parametrize("text", ["replica_groups=ring(0..3)", "replica_groups=[4]<<[2,2]"])
+@pytest.mark.parametrize("text", ["replica_groups=ring(0..3)", "replica_groups=mesh[a=4], ids {a}"])
 def test_a_form_of_groups_that_is_not_known_is_an_error(text):
     line = ALL_REDUCE.replace("replica_groups={{0,1,2,3}}", text)
     assert text in line

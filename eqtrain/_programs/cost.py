@@ -160,6 +160,16 @@ def _named(lines: list[str]) -> list[tuple[str, str]]:
     return [(match.group(1), match.group(2)) for match in matches if match]
 
 
+# Numbers counted up, laid out in a shape, and transposed: [4,2]T(1,0).
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    sizes = [int(size) for size in shape.split(",")]
+    places = np.arange(math.prod(sizes)).reshape(sizes)
+    return places if order is None else places.transpose([int(dim) for dim in order.split(",")])
+
+
 def replica_groups(line: str) -> list[list[int]]:
     """Which devices take part together in a collective, by their places in the mesh.
 
@@ -171,17 +181,21 @@ def replica_groups(line: str) -> list[list[int]]:
     if listed:
         groups = re.findall(r"\{([\d,]*)\}", listed.group(1))
         return [[int(device) for device in group.split(",")] for group in groups]
-    axes = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    of_mesh = rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{([^}}]*)\}}"
+    axes = re.search(of_mesh, line)
     if axes:
-        sizes = {name: int(size) for name, size in (a.split("=") for a in axes.group(1).split(","))}
-        return _groups_along(sizes, [axis.strip() for axis in axes.group(2).split(",")])
-    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+        pairs_of_axes = (axis.split("=") for axis in axes.group(1).split(","))
+        sizes = {name.strip(" '"): int(size) for name, size in pairs_of_axes}
+        along = [axis.strip(" '") for axis in axes.group(4).split(",")]
+        groups = _groups_along(sizes, along)
+        if axes.group(2) is None:
+            return groups
+        devices = _iota(axes.group(2), axes.group(3)).reshape(-1)
+        return [[int(devices[place]) for place in group] for group in groups]
+    counted = re.search(rf"replica_groups=\[(\d+),(\d+)\]<={_IOTA}", line)
     if counted:
-        shape = [int(size) for size in counted.group(3).split(",")]
-        places = np.arange(math.prod(shape)).reshape(shape)
-        if counted.group(4):
-            places = places.transpose([int(dim) for dim in counted.group(4).split(",")])
-        return places.reshape(int(counted.group(1)), int(counted.group(2))).tolist()
+        devices = _iota(counted.group(3), counted.group(4))
+        return devices.reshape(int(counted.group(1)), int(counted.group(2))).tolist()
     pairs = re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", line)
     if pairs:
         return _connected(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))

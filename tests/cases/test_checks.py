@@ -5,11 +5,8 @@ them, and on which line of this file the check stands.
 """
 
 import inspect
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -418,14 +415,18 @@ def test_the_guard_names_the_classes_that_there_are():
     assert guard_module.CHECKS == ("user", *CLASSES)
 
 
-@jax.jit
-def positive(x):
+def new_function() -> Callable[[Any], Any]:
     """Called by a user's own checkify and by a loss: what JAX keeps of it is met by both."""
-    checkify.check(x > 0, "x is {x}", x=x)
-    return 2 * x
+
+    @jax.jit
+    def positive(x):
+        checkify.check(x > 0, "x is {x}", x=x)
+        return 2 * x
+
+    return positive
 
 
-def names_of_rows() -> list[int | None]:
+def names_of_rows(positive: Callable[[Any], Any]) -> list[int | None]:
     def loss(model, state, batch, key):
         return et.mean(jax.vmap(positive)(batch["x"]) * model), state, {}
 
@@ -436,53 +437,40 @@ def names_of_rows() -> list[int | None]:
     return [failure.example for failure in program.trips[0].failures]
 
 
-def message_of_checkify() -> str:
+def message_of_checkify(positive: Callable[[Any], Any]) -> str:
     error, _ = checkify.checkify(jax.vmap(positive))(jnp.asarray(NEGATIVE))
     return str(error.get())
 
 
 NEGATIVE = np.array([1, 2, -1, 4, 5, 6, -2, 8], np.float32)
-# In a process of its own, since what is met first stays in JAX's caches.
-BOTH = """
-from tests.cases.test_checks import message_of_checkify, names_of_rows
-
-first, then = {order}
-for _ in range(2):
-    print(first(), then())
-"""
+LOOKS: dict[str, tuple[Callable[..., Any], str]] = {
+    "guard": (names_of_rows, "[2, 6]"),
+    "checkify": (message_of_checkify, "x is -2.0 (`check` failed)"),
+}
 
 
-@pytest.mark.parametrize(
-    "order", ["message_of_checkify, names_of_rows", "names_of_rows, message_of_checkify"]
-)
-def test_the_guard_and_a_checkify_of_the_users_do_not_meet(order: str):
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", BOTH.format(order=order)], cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("[2, 6]") == 2
-    assert done.stdout.count("x is -2.0 (`check` failed)") == 2
+@pytest.mark.parametrize("order", [["guard", "checkify"], ["checkify", "guard"]])
+def test_the_guard_and_a_checkify_of_the_users_do_not_meet(order: list[str]):
+    function = new_function()
+    for name in order * 2:
+        look, right = LOOKS[name]
+        assert str(look(function)) == right
 
 
 def test_the_guard_and_a_checkify_in_another_thread_do_not_meet():
-    found: dict[str, set[str]] = {"guard": set(), "checkify": set()}
+    functions = [new_function() for _ in range(4)]
+    found: dict[str, list[str]] = {name: [] for name in LOOKS}
 
-    def repeat(name: str, look: Callable[[], Any]) -> None:
-        for _ in range(4):
-            jax.clear_caches()
-            found[name].add(str(look()))
+    def look_at_all(name: str) -> None:
+        for function in functions:
+            found[name].append(str(LOOKS[name][0](function)))
 
-    threads = [
-        threading.Thread(target=repeat, args=("guard", names_of_rows)),
-        threading.Thread(target=repeat, args=("checkify", message_of_checkify)),
-    ]
+    threads = [threading.Thread(target=look_at_all, args=(name,)) for name in LOOKS]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found["guard"] == {"[2, 6]"}
-    assert len(found["checkify"]) == 1 and "x is -2.0" in found["checkify"].pop()
+    assert found == {name: [right] * len(functions) for name, (_, right) in LOOKS.items()}
 
 
 @pytest.mark.parametrize("devices", [1, 4])

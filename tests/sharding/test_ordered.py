@@ -126,6 +126,7 @@ GRID = [
 ]
 
 
+@pytest.mark.codegen
 @pytest.mark.parametrize(
     ("task", "devices", "microbatches", "placement"),
     [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.grid) for case in GRID)],
