@@ -563,8 +563,8 @@ CHECKPOINT = (
         "data-not-forced-to-disk",
         "The files of a checkpoint are not on disk when it gets its name.",
         "checkpoint/integrity.py",
-        "_digest(path, sync=True)",
-        "_digest(path, sync=False)",
+        "sha256(path, sync=True)",
+        "sha256(path)",
         ("checkpoint/test_faults.py",),
     ),
     Fault(
@@ -729,8 +729,8 @@ BUNDLES = (
         "damaged-bundle-read",
         "A bundle with a changed bit is read.",
         "bundles/files.py",
-        'if _sha256(path) != file["sha256"]:',
-        'if len(_sha256(path)) != len(file["sha256"]):',
+        'if sha256(path) != file["sha256"]:',
+        'if len(sha256(path)) != len(file["sha256"]):',
         ("test_bundle.py::test_a_damaged_bundle_is_refused",),
     ),
     Fault(

@@ -25,7 +25,11 @@ def test_internals_draws_the_rooms_that_the_doors_are_tested_by():
 
 def test_internals_names_files_and_functions_that_are_there():
     text = text_of("internals.md")
-    files = set(re.findall(r"`([\w/]+\.py)`", text)) - {"internals.py", "tests/test_doors.py"}
+    files = set(re.findall(r"`([\w/]+\.py)`", text)) - {
+        "internals.py",
+        "tests/test_doors.py",
+        "eqtrain/__init__.py",
+    }
     assert len(files) > 20
     # Some are named without their room, behind one that has it.
     found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
@@ -43,11 +47,11 @@ def extending() -> dict[str, Any]:
 
 RNG = np.random.default_rng(0)
 BATCH = {
-    "x": RNG.normal(size=(8, 6)).astype(np.float32),
+    "x": RNG.normal(size=(8, 8)).astype(np.float32),
     "label": np.eye(3, dtype=np.float32)[RNG.integers(0, 3, 8)],
     "weight": np.array([1, 2, 0, 1, 3, 1, 0, 1], np.float32),
 }
-MODEL = RNG.normal(size=(6, 3)).astype(np.float32) * 0.3
+MODEL = RNG.normal(size=(8, 3)).astype(np.float32) * 0.3
 
 
 def gradient_by_hand(share: float = 0.0) -> np.ndarray:

@@ -279,6 +279,7 @@ def elements(text: str) -> int:
     return math.prod(map(int, dims.split(","))) if dims else 1
 
 
+@pytest.mark.grid
 def test_sequence_parallel_model_with_no_shards_needs_no_mesh():
     assert relative(train(program_of(), sequence_parallel=True, remat=False)[0], alone()[0]) < 1e-5
 
@@ -326,6 +327,7 @@ def test_sequence_parallel_layers_are_split_together():
     traced(placement)  # plain, any may be
 
 
+@pytest.mark.grid
 def test_whole_weights_are_whole_where_the_axis_splits_the_batch():
     check_trained(*train(program_of(et.shard(et.mesh(model=4), batch=P("model")))))
 
