@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=("float32", "bfloat16", "float16"), default="float32"
     )
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=260)
     parser.add_argument("--batch-size", type=int, default=128, help="rows of the global batch")
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--seed", type=int, default=0)

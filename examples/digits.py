@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 import eqtrain as et
 from models.resnet import RESNET_TINY, ResNet
 
-STEPS, BATCH_SIZE = 300, 128
+STEPS, BATCH_SIZE = 260, 128
 
 
 def load():

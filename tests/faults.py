@@ -35,7 +35,11 @@ COPIED = (
     *("eqtrain", "models", "benchmarks", "examples", "tests", "docs"),
     *("pyproject.toml", "README.md"),
 )
-PYTEST = ("-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=line")
+# A test that fails may leave a file open, whose warning must not hide that it failed.
+PYTEST = (
+    *("-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=line"),
+    *("-W", "ignore::ResourceWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning"),
+)
 # Seconds. What waits for ever is no verdict.
 PATIENCE = 1200
 

@@ -123,6 +123,7 @@ def test_a_bundle_says_what_it_is(saved: Any):
         "min_size=16)), et.update(optimizer), et.guard, et.donate)"
     )
     assert bundle.mesh == {"data": 4} and bundle.num_steps is None
+    assert bundle.step == int(bundle.state["step"])
     assert bundle.reason == {"loss": "nan", "why": ["spike", 2]}
     assert bundle.versions["jax"] == jax.__version__ and bundle.notes == []
     assert bundle.settings == {"model.rate": 0.5}

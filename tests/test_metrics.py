@@ -431,6 +431,14 @@ def test_extremes_of_a_skipped_step_are_neutral():
     assert et.fetch(et.merge(skipped, kept)) == {"any": 1, "low": 7}
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
+def test_extremes_of_nothing_are_beyond_every_number(dtype: Any):
+    info: Any = np.iinfo(dtype) if np.issubdtype(dtype, np.integer) else np.finfo(dtype)
+    for extreme, number in ((et.Max, info.min), (et.Min, info.max)):
+        one = extreme(jnp.asarray(number, dtype))
+        assert et.fetch(et.merge(one.neutral(), one)) == number
+
+
 def test_merge_keeps_extremes_exact():
     top = et.Max(jnp.asarray(2**31 - 1))
     assert et.fetch(et.merge(top, et.Max(jnp.asarray(5)))) == 2**31 - 1

@@ -1,6 +1,7 @@
 """Weights alone in a safetensors file."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -122,3 +123,17 @@ for action in (
     )
     assert 'pip install "eqtrain[checkpoint]"' in result.stdout
     assert 'pip install "eqtrain[safetensors]"' in result.stdout
+
+
+def test_weights_are_on_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    """A rename that overtakes the bytes leaves an empty file after a power cut."""
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(os.stat(descriptor).st_ino)
+        assert not (tmp_path / "weights.safetensors").exists()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    export_weights(make_model(), tmp_path / "weights.safetensors")
+    assert (tmp_path / "weights.safetensors").stat().st_ino in synced

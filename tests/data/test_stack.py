@@ -1,6 +1,7 @@
 """Batches stacked for `repeat` keep the loader's position."""
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,3 +54,14 @@ def test_stacks_that_do_not_come_out_even_are_refused():
         list(stack(make_loader(), 5))
     with pytest.raises(ValueError, match="1 batch or more"):
         stack(make_loader(), 0)
+
+
+def test_rows_of_a_stack_lie_along_the_dim_after_that_of_the_steps():
+    source = {"x": np.arange(16)}
+    alone, stacked = (Loader(source, batch_size=4, epochs=1) for _ in range(2))
+    stacks: Any = stack(stacked, 2)
+    for batches, shape, dim in ((alone, (4,), 0), (stacks, (2, 4), 1)):
+        share = batches.share
+        assert share is not None
+        [first, *_] = batches
+        assert first["x"].shape == shape and shape[share.dim] == 4 and share.dim == dim
