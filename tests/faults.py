@@ -133,6 +133,9 @@ def run_tests(arguments: Sequence[str], copy: Path, *options: str) -> tuple[int 
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     given = [f"tests/{one}" if ".py" in one else one for one in arguments]
+    files = [copy / one.split("::")[0] for one in given if ".py" in one]
+    if any("pytest.mark.codegen" in file.read_text(encoding="utf-8") for file in files):
+        cache["EQTRAIN_TESTS_COMPILE_BY_DEFAULT"] = "1"  # else those tests leave it to another
     try:
         done = subprocess.run(
             [sys.executable, "-c", RUN, *PYTEST, *options, *given],

@@ -191,7 +191,8 @@ def _contribute(
     trainable = _trainable_indices(arrays, objective.trainable)
     grad_specs = objective.grad_specs or tuple(specs[index] for index in trainable)
     outer_state, static_state = eqx.partition(state, eqx.is_array)
-    _require_equal(layout, inner, model, specs, outer_state, static_state, batch, key)
+    if objective.metrics:  # not in the pass that only counts, which another follows
+        _require_equal(layout, inner, model, specs, outer_state, static_state, batch, key)
 
     def local(
         leaves: list[Array], state: PyTree, batch: PyTree, key: Array, weights: Any, scale: Any
