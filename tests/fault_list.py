@@ -1395,7 +1395,7 @@ EXPLAIN = (
         "explain/blame.py",
         "    for time in sorted(lanes):\n",
         "    for time in sorted(lanes, reverse=True):\n",
-        ("explain/test_plants.py::test_fault_is_named_in_microbatches_on_a_mesh",),
+        ("explain/test_plants.py::test_of_several_microbatches_the_first_is_blamed",),
     ),
     Fault(
         "reversed-loops-forwards",
@@ -1443,7 +1443,7 @@ EXPLAIN = (
         "explain/tensors.py",
         "of_kind = [marked == NAN, marked == INF, value == 0]",
         "of_kind = [marked >= INF, marked == INF, value == 0]",
-        ("explain/test_plants.py::test_statistics_are_of_what_went_in",),
+        ("explain/test_plants.py::test_numbers_of_each_kind_are_counted_by_kind",),
     ),
     Fault(
         "old-nan-is-new",

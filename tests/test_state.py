@@ -55,8 +55,13 @@ def test_key_of_the_model_is_not_that_of_the_steps():
         return make(key)
 
     ts = step_of().init(peek, key=jax.random.key(0))
-    assert ts.key != jax.random.key(0)
     assert seen[0].shape == ()
+    # One half of the key that was given, and the model is of the other.
+    for_make, for_steps = jax.random.split(jax.random.key(0))
+    assert ts.key == for_steps
+    got, expected = (eqx.filter(t, eqx.is_array) for t in (ts.model, make(for_make)[0]))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_python_numbers_and_numpy_become_arrays_without_weak_types():

@@ -143,7 +143,8 @@ def test_position_counts_batches_handed_out():
         assert batches.position == 0
         for n in range(3):
             assert next(batches)["id"].tolist() == expected[n]
-        wait_for(lambda: len(source_reads) == 2 * 7)
+            # All four are read before the next is asked for: it must not take their position.
+            wait_for(lambda n=n: len(source_reads) == 2 * (n + 1 + 4))
         assert batches.position == loader.position == 6
     resumed = Loader(ids(24), 2, epochs=1)
     resumed.position = loader.position

@@ -17,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 import eqtrain as et
 from eqtrain._sharding.varying import vary
 from eqtrain.explain import Fault, all_faults, first_fault, statistics, watch
+from eqtrain.explain.tensors import measure
 from tests.explain.plants import BAD_ROW, DIM, ONES, PLANTS, ROWS, Plant, block, planted_line, rows
 from tests.tiers import default
 
 AXES = ("data", "model")
+
 WHOLE = P()
 NAMES = ("params", "batch")
 
@@ -118,6 +120,22 @@ def test_fault_is_named_in_microbatches_on_a_mesh(name):
     assert fault.lane == fault.lanes[0]
     _, (_, flags) = run(plant.params, plant.batch)
     assert all_faults(flags, time_dims=(1,)) == []
+
+
+def test_of_several_microbatches_the_first_is_blamed():
+    plant = PLANTS["log of a negative"]
+    run = on_mesh(watch(gradient(plant), names=NAMES))
+    all_bad = jax.tree.map(lambda x: np.repeat(x[BAD_ROW][None], len(x), 0), plant.bad_batch)
+    _, (_, flags) = run(plant.bad_params, all_bad)
+    fault = check(first_fault(flags, time_dims=(1,)), plant)
+    assert fault.lanes == tuple((device, 0) for device in range(8))
+
+
+def test_numbers_of_each_kind_are_counted_by_kind():
+    values = jnp.array([1.0, -jnp.inf, jnp.nan, 0.0, jnp.inf, jnp.inf, 0.0, -2.0])
+    [(moments, counts)] = measure(None, [values], [])["inputs"]
+    assert counts.tolist() == [1, 3, 2]  # NaN, infinite, zero
+    np.testing.assert_allclose(moments, [-2.0, 1.0, -0.25])
 
 
 def parallel(params: Any, batch: Any) -> Any:
