@@ -89,6 +89,32 @@ def test_scale_shrinks_at_an_overflow_and_the_step_is_skipped():
     assert ts.opt_state[0].count == 3
 
 
+def test_average_rests_while_the_scale_shrinks():
+    precision = et.precision("float16", loss_scaling=et.LossScaling(2.0**14, period=1))
+    program = et.pipe(dot, precision, et.update(optax.sgd(1.0)), et.ema(0.5), et.jit)
+    ts = program.init(lambda key: jnp.zeros(1), key=jax.random.key(0))
+    averages = []
+    for _ in range(4):
+        ts, _ = program(ts, {"x": ONE["x"][:1]})
+        averages.append(float(ts.ema[0]))
+    # Parameters are -1, -2, -2, -3, since 2^16 is too much for float16.
+    assert averages == [-0.5, -1.25, -1.25, -2.125]
+
+
+def test_scale_does_not_shrink_below_one():
+    def steep(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        return et.mean(batch["x"][:, 0] * jnp.sqrt(w[0])), state, {}
+
+    precision = et.precision("float16", loss_scaling=et.LossScaling(4.0))
+    program = et.pipe(steep, precision, et.update(optax.sgd(1.0)), et.jit)
+    ts = program.init(lambda key: jnp.zeros(1), key=jax.random.key(0))
+    scales = []
+    for _ in range(4):
+        scales.append(float(ts.extra["loss_scale"]["scale"]))
+        ts, _ = program(ts, ONE)  # the loss is 0, and its gradient has no end
+    assert scales == [4, 2, 1, 1]
+
+
 def test_loss_that_is_not_finite_is_a_failure_under_any_scale():
     program = et.pipe(
         dot,
