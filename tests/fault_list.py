@@ -777,14 +777,6 @@ CORE = (
         ("test_errors.py::test_scalar_loss_of_a_batch_with_weights",),
     ),
     Fault(
-        "count-differentiated",
-        "A count that depends on parameters gets a gradient.",
-        "_core/loss.py",
-        "jax.lax.stop_gradient(count.astype(dtype))",
-        "count.astype(dtype)",
-        ("test_equivalence.py", "test_metrics.py"),
-    ),
-    Fault(
         "terms-share-a-count",
         "All terms of a loss are divided by the count of the first.",
         "_core/levels.py",

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -120,6 +122,27 @@ def test_terms_are_divided_by_their_own_counts(
     contribute = chain(combined_loss, devices, microbatches, placement, order)
     training = train(contribute, make_batches())
     assert distance(training, combined_by_hand()) < TOLERANCE
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("further", [0.0, 1.0], ids=["one term", "two terms"])
+def test_count_that_depends_on_parameters_has_no_gradient(microbatches: int, further: float):
+    x = np.arange(8, dtype=np.float32)
+
+    def loss(w: Any, state: Any, batch: Any, key: Any) -> Any:
+        value = et.Mean(
+            jnp.sum(batch["x"] * w), jnp.sum(jax.nn.sigmoid(w) * jnp.ones_like(batch["x"]))
+        )
+        if further:
+            value = value + further * et.mean((batch["x"] - w) ** 2)
+        return value, state, {}
+
+    step = et.pipe(loss, et.accumulate(microbatches), et.update(optax.sgd(1.0)), et.jit)
+    ts = step.init(lambda key: jnp.ones(()), key=jax.random.key(0))
+    ts, _ = step(ts, {"x": x})
+    count = 8 / (1 + np.exp(-1.0))
+    gradient = x.sum() / count + further * 2 * np.mean(1 - x)
+    np.testing.assert_allclose(ts.model, 1 - gradient, rtol=1e-6)
 
 
 def plain_loss(model: PyTree, state: PyTree, batch: PyTree, key: Array) -> Any:

@@ -107,7 +107,7 @@ def _wide(term: Mean) -> Mean:
     """A Mean that a user built by hand may be narrower than what sums are kept in."""
     total, count = jnp.asarray(term.total), jnp.asarray(term.count)
     dtype = accumulator_dtype(total.dtype)
-    return Mean(total.astype(dtype), jax.lax.stop_gradient(count.astype(dtype)))
+    return Mean(total.astype(dtype), count.astype(dtype))
 
 
 def run_loss(
